@@ -1,0 +1,47 @@
+"""The machine at hand: chip, memory and system, recorded with each trace.
+
+This and `_mlx.backend` are all that asks the operating system what it is. Knows nothing about MLX.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+
+def chip() -> str:
+    """Marketing name of the processor ("Apple M4 Pro"), "" if the system does not tell."""
+    if sys.platform == "darwin":
+        try:
+            out = subprocess.run(
+                ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"],
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
+            )
+        except (OSError, subprocess.SubprocessError):
+            return ""
+        return out.stdout.strip()
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def ram_bytes() -> int:
+    """Physical memory. POSIX on both macOS and Linux, so no sysctl is needed."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def operating_system() -> str:
+    """Such as "macOS 26.1 arm64" or "Linux 6.12 x86_64"."""
+    if sys.platform == "darwin":
+        return f"macOS {platform.mac_ver()[0]} {platform.machine()}"
+    return f"{platform.system()} {platform.release()} {platform.machine()}"

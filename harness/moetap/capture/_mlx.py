@@ -1,0 +1,225 @@
+"""MLX and mlx-lm as moetap uses them: load a model, read its geometry, generate one stream.
+
+Knows mlx-lm's functions and the errors that they raise. Knows nothing about files of ours, prompts'
+meaning or statistics. With `tap` it is the only importer of mlx.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# transformers advises to install PyTorch when it finds none; moetap uses its tokenizers alone.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.generate import stream_generate
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import _download, load_config, load_model, load_tokenizer
+
+from moetap.capture.tap import find_switches, tap
+from moetap.errors import MoetapError
+from moetap.trace import ModelInfo
+
+MLX_VERSION = mx.__version__
+MLX_LM_VERSION = mlx_lm.__version__
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to generate, its tokenizer, and what the trace says about it."""
+
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    info: ModelInfo
+
+
+def backend() -> str:
+    """metal | cuda | cpu, by where MLX puts its arrays by default."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def device_json() -> str:
+    """What MLX says about the device, as JSON; on a Mac with max_recommended_working_set_size."""
+    return json.dumps(mx.device_info(), sort_keys=True)
+
+
+def load(name: str) -> Loaded:
+    """Load a model folder or Hugging Face id with mlx-lm.
+
+    Raises MoetapError: no such folder or id, no network, no tokenizer, not loadable by mlx-lm, no
+    routed experts. All but the weights is looked at before the weights are read.
+    """
+    path = _locate(name)
+    try:
+        config = load_config(path)
+        config_json = (path / "config.json").read_text()
+    except (OSError, ValueError) as error:
+        raise MoetapError(
+            f"{path}: no usable config.json ({_line(error)}); is this a model folder?"
+        ) from error
+    if not any(path.glob("*token*")):
+        raise MoetapError(
+            f"{path}: no tokenizer files; copy tokenizer.json and tokenizer_config.json there"
+        )
+    try:
+        tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+    except Exception as error:
+        raise MoetapError(f"{path}: cannot load the tokenizer: {_line(error)}") from error
+    # mlx-lm raises whatever the model file, the config or the weights provoke: ValueError for an
+    # unknown type, KeyError or TypeError for a config that lacks a key, RuntimeError for a broken
+    # file.
+    try:
+        model, config = load_model(path, lazy=True)
+    except Exception as error:
+        raise MoetapError(
+            f"{path}: mlx-lm {MLX_LM_VERSION} cannot load this model: {_line(error)}"
+        ) from error
+    info = _describe(name, path, config, config_json, model)
+    try:
+        mx.eval(model.parameters())
+    except Exception as error:
+        raise MoetapError(f"{path}: reading the weights failed: {_line(error)}") from error
+    return Loaded(model, tokenizer, info)
+
+
+def _locate(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise MoetapError(
+            f"{name}: is a file; give the folder that holds config.json and the weights"
+        )
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise MoetapError(
+            f"{name}: no such model folder, and not a Hugging Face id (owner/name) or bundled model"
+        )
+    try:
+        return Path(_download(name))
+    except (
+        Exception
+    ) as error:  # huggingface_hub: not found, gated, offline, disk; each with types of its own
+        raise MoetapError(
+            f"{name}: no such folder, and not to be had from Hugging Face "
+            f"({_line(error)}); check the id and the network"
+        ) from error
+
+
+def _line(error: BaseException) -> str:
+    """The first line of an error's message, for messages of one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def _describe(
+    name: str, path: Path, config: dict[str, Any], config_json: str, model: nn.Module
+) -> ModelInfo:
+    switches = find_switches(model)
+    per_layer = [s.expert_bytes for s in switches]
+    routed = sum(b * s.n_experts for b, s in zip(per_layer, switches, strict=True))
+    total = sum(int(a.nbytes) for _, a in tree_flatten(model.parameters()))
+    top_k, kv_bytes, state_bytes = _geometry(model)
+    quantization = config.get("quantization")
+    return ModelInfo(
+        id=name if not Path(name).expanduser().is_dir() else path.resolve().name,
+        revision=path.resolve().name if path.resolve().parent.name == "snapshots" else "",
+        model_type=str(config.get("model_type", "")),
+        config_json=config_json,
+        config_sha256=hashlib.sha256(config_json.encode()).hexdigest(),
+        weights_sha256=_weights_sha256(path),
+        quantization=json.dumps(quantization, sort_keys=True) if quantization else "",
+        layer_index=np.array([s.layer_index for s in switches]),
+        n_experts=np.array([s.n_experts for s in switches]),
+        top_k=np.array(top_k),
+        expert_bytes=np.array(per_layer),
+        resident_bytes=total - routed,
+        kv_bytes_per_token=kv_bytes,
+        state_bytes_per_stream=state_bytes,
+    )
+
+
+def _geometry(model: nn.Module) -> tuple[list[int], int, int]:
+    """top-k per MoE layer, KV bytes per token, constant state bytes per stream; nothing is
+    evaluated.
+
+    A lazy forward gives the caches arrays that know their shapes. Bytes at 256 and 512 tokens
+    (mlx-lm's caches grow in steps of 256) make a line: its slope is the bytes per token, its
+    intercept the constant state.
+    """
+    size: dict[int, int] = {}
+    with tap(model) as rows:
+        for n in (256, 512):
+            cache = make_prompt_cache(model)
+            model(mx.zeros((1, n), mx.int32), cache=cache)
+            size[n] = sum(
+                int(a.nbytes)
+                for _, a in tree_flatten([c.state for c in cache])
+                if isinstance(a, mx.array)
+            )
+        top_k = list(rows.top_k)
+    slope = (size[512] - size[256]) // 256
+    return top_k, slope, size[256] - 256 * slope
+
+
+def _weights_sha256(path: Path) -> str:
+    """Of the weight index; where there is none, of the shards' headers (names, shapes, offsets)."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        return hashlib.sha256(index.read_bytes()).hexdigest()
+    digest = hashlib.sha256()
+    for shard in sorted(path.glob("model*.safetensors")):
+        with shard.open("rb") as file:
+            # safetensors: the length of the JSON header as a little-endian u64, then the header.
+            length = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(length))
+    return digest.hexdigest()
+
+
+def generate(
+    loaded: Loaded,
+    tokens: Sequence[int],
+    *,
+    max_tokens: int,
+    temp: float,
+    top_p: float,
+    seed: int,
+    prefill_step: int,
+    on_prefill: Callable[[int, int], None],
+    on_token: Callable[[int], None],
+) -> tuple[list[int], str]:
+    """One stream through mlx-lm's own loop: (generated tokens with the closing EOS if there is one,
+    "stop" | "length").
+
+    `on_prefill(done, total)` is called after each chunk, `on_token(n)` after each token; an
+    exception that they raise ends the stream and passes through.
+    """
+    mx.random.seed(seed)
+    generated: list[int] = []
+    reason = "length"
+    for response in stream_generate(
+        loaded.model,
+        loaded.tokenizer,
+        mx.array(tokens),
+        max_tokens=max_tokens,
+        sampler=make_sampler(temp=temp, top_p=top_p),
+        prefill_step_size=prefill_step,
+        prompt_progress_callback=on_prefill,
+    ):
+        generated.append(int(response.token))
+        reason = response.finish_reason or reason
+        on_token(len(generated))
+    return generated, reason

@@ -1,0 +1,45 @@
+"""The command line: one module per verb, each of which parses, calls and prints.
+
+Knows the verbs and how errors become exit codes: 0 done, 1 failed, 2 used wrongly. Imports nothing
+heavy, so that `moetap --help` answers at once; the verbs import what they need when they run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from moetap._version import __version__
+from moetap.cli import analyze, capture, info
+from moetap.errors import MoetapError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="moetap",
+        description="Record which experts an MLX Mixture-of-Experts model selects, "
+        "and find out what concurrent streams would share.",
+    )
+    parser.add_argument("--version", action="version", version=f"moetap {__version__}")
+    verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for verb in (capture, info, analyze):
+        verb.add_parser(verbs)
+    args = parser.parse_args(argv)
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except MoetapError as error:
+        print(f"moetap: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("moetap: interrupted", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader (head, less) has gone. Python would complain once more when it closes stdout at
+        # exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -1,0 +1,191 @@
+"""`moetap capture`: run the prompt mix through a model and write the routing to a trace file."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moetap.errors import MoetapError, UsageError
+
+if TYPE_CHECKING:
+    from moetap.capture.run import Watcher
+
+
+def add_parser(verbs: Any) -> None:
+    """Register the verb and its options."""
+    parser = verbs.add_parser(
+        "capture",
+        help="run prompts through a model, one stream at a time, and record its routing",
+        description="Run prompts through a model, one stream at a time, and write which experts "
+        "each MoE layer selected for each token to a trace file. Ctrl-C keeps the finished "
+        "streams; --resume continues.",
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR_OR_ID",
+        help="folder or Hugging Face id of an MLX model, "
+        "or tiny-qwen3_5-moe, which ships with moetap",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="default: traces/<model>.h5"
+    )
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE.jsonl", help="your own prompts instead of the mix"
+    )
+    parser.add_argument("--quick", action="store_true", help="the mix's 8 short prompts only")
+    parser.add_argument(
+        "--max-tokens", type=int, default=512, metavar="N", help="per stream (default 512)"
+    )
+    parser.add_argument(
+        "--temp", type=float, default=0.0, help="sampling temperature (default 0: greedy)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=0.0, help="nucleus sampling (default 0: off)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the sampler (default 0)")
+    parser.add_argument(
+        "--prefill-step",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="tokens per prefill chunk (2048)",
+    )
+    parser.add_argument(
+        "--full-prefill",
+        action="store_true",
+        help="also compute the prefill routing that mlx-lm leaves out",
+    )
+    parser.add_argument("--scores", action="store_true", help="keep the gate weights too")
+    parser.add_argument(
+        "--thinking", action="store_true", help="let the chat template open a thinking block"
+    )
+    parser.add_argument("--force", action="store_true", help="replace an existing output file")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted capture")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Capture; 0 when every prompt has its stream, 1 when it was interrupted."""
+    _check(args)
+    from moetap.prompts import load_jsonl, load_mix
+    from moetap.store import TraceWriter, check_target
+
+    mix = load_jsonl(args.prompts) if args.prompts else load_mix(quick=args.quick)
+    output = args.output or _default_output(args.model)
+    check_target(output, resume=args.resume, force=args.force)
+    say(f"loading {args.model}")
+
+    from moetap.capture import _mlx
+    from moetap.capture.run import Settings, capture, describe, prepare
+    from moetap.models import bundled_model
+
+    loaded = _mlx.load(str(bundled_model(args.model) or args.model))
+    settings = Settings(
+        max_tokens=args.max_tokens,
+        temp=args.temp,
+        top_p=args.top_p,
+        seed=args.seed,
+        prefill_step=args.prefill_step,
+        full_prefill=args.full_prefill,
+        scores=args.scores,
+        thinking=args.thinking,
+    )
+    tasks, refused = prepare(loaded, mix.prompts, settings.thinking)
+    for prompt_id, reason in refused:
+        say(f"left out {prompt_id}: the model's chat template refuses it ({reason})")
+    about = describe(loaded, settings, mix, len(tasks))
+    try:
+        with TraceWriter(
+            output, loaded.info, about, resume=args.resume, force=args.force
+        ) as writer:
+            todo = [t for t in tasks if t.prompt.id not in writer.finished]
+            with _watching(len(tasks), len(tasks) - len(todo), args.max_tokens) as watcher:
+                for stream in capture(loaded, todo, settings, watcher):
+                    writer.append(stream)
+            writer.close(complete=True)
+            n_streams = len(writer.finished)
+    except _Stopped as stop:
+        raise MoetapError(
+            f"stopped; finished streams are in {output}, --resume continues"
+        ) from stop
+    say(f"{n_streams} streams in {output}; next: moetap analyze {output}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, ok in (
+        ("max-tokens", args.max_tokens >= 1),
+        ("prefill-step", args.prefill_step >= 1),
+        ("temp", args.temp >= 0),
+        ("top-p", 0 <= args.top_p <= 1),
+        ("seed", args.seed >= 0),
+    ):
+        if not ok:
+            value = getattr(args, name.replace("-", "_"))
+            raise UsageError(f"--{name} {value} is out of range")
+    if args.prompts and args.quick:
+        raise UsageError("--quick selects from the bundled mix; it does not go with --prompts")
+
+
+def _default_output(model: str) -> Path:
+    folder = Path("traces")
+    folder.mkdir(exist_ok=True)
+    return folder / (re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name) + ".h5")
+
+
+def say(line: str) -> None:
+    """One line for the person at the terminal; standard output is left to results."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class _Stopped(Exception):
+    """The user asked to stop; raised between two tokens, never inside a write."""
+
+
+class _Signals:
+    """Turns Ctrl-C and SIGTERM into a flag, so that a write in progress finishes. A second Ctrl-C
+    interrupts at once.
+    """
+
+    def __init__(self) -> None:
+        self.stop = False
+
+    def handle(self, number: int, _frame: object) -> None:
+        if self.stop:
+            raise KeyboardInterrupt
+        self.stop = True
+        say("stopping after this token; once more to stop at once")
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        before = {n: signal.signal(n, self.handle) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _watching(n_streams: int, n_done: int, max_tokens: int) -> Iterator[Watcher]:
+    """Progress on standard error: a live line with rate and time left on a terminal, a line per
+    stream otherwise.
+    """
+    from moetap.cli._progress import LiveProgress, PlainProgress
+
+    signals = _Signals()
+
+    def check() -> None:
+        if signals.stop:
+            raise _Stopped
+
+    kind = LiveProgress if sys.stderr.isatty() else PlainProgress
+    with signals.installed(), kind(n_streams, n_done, max_tokens, check) as watcher:
+        yield watcher

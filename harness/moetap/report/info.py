@@ -1,0 +1,159 @@
+"""The description of one trace, for `moetap info`: model, machine, settings, streams, what is
+missing.
+
+Knows how to say it; every figure is counted here from the Trace itself. Knows no statistics across
+streams.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from rich.table import Table
+
+from moetap.report.console import make_console
+from moetap.trace import NOT_EXECUTED, Trace
+
+
+def print_info(trace: Trace, path: Path) -> None:
+    """Print the description of `trace`, read from `path`, on standard output."""
+    console = make_console()
+    for title, rows in (
+        (str(path), _file_rows(trace, path)),
+        ("model", _model_rows(trace)),
+        ("capture", _capture_rows(trace)),
+        ("streams", _stream_rows(trace)),
+    ):
+        table = Table(
+            title=title, title_justify="left", show_header=False, box=None, pad_edge=False
+        )
+        table.add_column(style="bold", min_width=22)
+        table.add_column(overflow="fold")
+        for name, value in rows:
+            table.add_row(name, value)
+        console.print(table)
+        console.print()
+
+
+def _file_rows(trace: Trace, path: Path) -> list[tuple[str, str]]:
+    n, planned = len(trace.streams), trace.capture.n_prompts
+    if trace.complete:
+        state = f"complete, {n} streams"
+    else:
+        state = f"INCOMPLETE, {n} of {planned} streams; continue it with moetap capture --resume"
+    rows = [("state", state), ("created", trace.created), ("run", trace.run_id)]
+    n_rows = sum(s.n_rows for s in trace.streams)
+    if path.is_file():
+        size = path.stat().st_size
+        per_row = f", {size / n_rows:.0f} bytes a row" if n_rows else ""
+        rows.append(("size", f"{size / 1e6:.2f} MB{per_row}"))
+    return rows
+
+
+def _model_rows(trace: Trace) -> list[tuple[str, str]]:
+    m = trace.model
+    return [
+        ("id", m.id + (f" at {m.revision}" if m.revision else "")),
+        ("type", m.model_type),
+        ("quantisation", m.quantization or "none"),
+        ("MoE layers", f"{m.n_layers} ({_ranges(m.layer_index)})"),
+        ("experts per layer", _span(m.n_experts)),
+        ("top-k", _span(m.top_k)),
+        ("one expert", f"{_span(m.expert_bytes)} bytes"),
+        ("all routed experts", _gb(int((m.n_experts * m.expert_bytes).sum()))),
+        ("everything else", _gb(m.resident_bytes)),
+        ("KV per token", _bytes(m.kv_bytes_per_token)),
+        ("state per stream", _bytes(m.state_bytes_per_stream)),
+    ]
+
+
+def _capture_rows(trace: Trace) -> list[tuple[str, str]]:
+    c = trace.capture
+    sampler = (
+        "greedy" if c.temp == 0 else f"temperature {c.temp:g}, top-p {c.top_p:g}, seed {c.seed}"
+    )
+    thinking = {True: "on", False: "off", None: "no such switch in the chat template"}[c.thinking]
+    ram = "" if c.ram_bytes is None else f", {c.ram_bytes / 2**30:.0f} GiB RAM"
+    mode = c.mode + ("" if c.slots is None else f", {c.slots} slots a layer")
+    return [
+        ("machine", f"{c.chip}{ram}, {c.os}"),
+        (
+            "software",
+            f"moetap {c.moetap_version}, mlx {c.mlx_version} ({c.backend}), "
+            f"mlx-lm {c.mlx_lm_version}",
+        ),
+        ("prompts", f"{c.mix_name} {c.mix_version}".rstrip() + f", sha256 {c.mix_sha256[:12]}"),
+        ("sampler", sampler),
+        ("thinking", thinking),
+        ("max tokens", str(c.max_tokens)),
+        (
+            "prefill",
+            f"chunks of {c.prefill_step}" + (", every layer computed" if c.full_prefill else ""),
+        ),
+        ("mode", mode),
+        ("scores", c.scores_kind or "not kept"),
+    ]
+
+
+def _stream_rows(trace: Trace) -> list[tuple[str, str]]:
+    streams = trace.streams
+    if not streams:
+        return [("streams", "none")]
+    classes = Counter(s.cls for s in streams)
+    ends = Counter(s.finish_reason for s in streams)
+    decode = sum(s.n_generated for s in streams)
+    prefill = sum(s.decode_start for s in streams)
+    looped = [s for s in streams if s.looped_from >= 0]
+    lost = sum(s.n_generated - s.looped_from for s in looped)
+    rows = [
+        ("classes", ", ".join(f"{n} {name}" for name, n in sorted(classes.items()))),
+        ("ended by", ", ".join(f"{n} {name}" for name, n in sorted(ends.items()))),
+        ("prompt tokens", _spread([s.n_prompt for s in streams])),
+        ("generated tokens", _spread([s.n_generated for s in streams])),
+        ("rows", f"{prefill + decode}: {prefill} prefill, {decode} decode"),
+        ("looping tails", f"{len(looped)} streams, {lost} decode steps" if looped else "none"),
+    ]
+    missing = np.zeros(trace.model.n_layers, np.int64)
+    missing_decode = 0
+    for s in streams:
+        absent = (s.experts == NOT_EXECUTED).all(axis=2)
+        missing += absent.sum(axis=0)
+        missing_decode += int(absent[s.decode_start :].sum())
+    for layer in np.flatnonzero(missing):
+        share = missing[layer] / (prefill + decode)
+        rows.append(
+            (
+                f"layer {trace.model.layer_index[layer]} not executed",
+                f"{missing[layer]} rows ({share:.1%}), left out of every figure",
+            )
+        )
+    if missing_decode:
+        rows.append(("of these in decode", f"{missing_decode} cells"))
+    return rows
+
+
+def _spread(values: list[int]) -> str:
+    return f"{min(values)} to {max(values)}, median {int(np.median(values))}, {sum(values)} in all"
+
+
+def _span(values: np.ndarray) -> str:
+    low, high = int(values.min()), int(values.max())
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _ranges(values: np.ndarray) -> str:
+    """[0, 1, 2, 5] -> "0-2, 5"."""
+    breaks = np.flatnonzero(np.diff(values) != 1)
+    starts = values[np.r_[0, breaks + 1]]
+    ends = values[np.r_[breaks, len(values) - 1]]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def _bytes(value: int | None) -> str:
+    return "not known" if value is None else f"{value:,} bytes"
+
+
+def _gb(value: int | None) -> str:
+    return "not known" if value is None else f"{value:,} bytes ({value / 1e9:.3f} GB)"

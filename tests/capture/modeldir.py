@@ -1,0 +1,45 @@
+"""Model folders small enough to make in a test: random weights, a byte-level tokenizer, a chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from families import CONFIGS, divisible, make_model
+from mlx_lm.utils import save_model
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.items() | list }}{% endfor %}"
+    "<|end|>{% endfor %}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% endif %}{% endif %}"
+)
+
+
+def make_model_dir(
+    folder: Path, family: str = "qwen3_moe", template: str | None = TEMPLATE, **over: Any
+) -> Path:
+    """A loadable folder; every byte is a token of its own, 256 = <|end|>, so prompts tokenise predictably."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = CONFIGS[family] | {"vocab_size": 257} | over
+    model = make_model(family, config=config)
+    nn.quantize(model, 32, 4, class_predicate=divisible)
+    mx.eval(model.parameters())
+    save_model(folder, model, donate_model=False)
+    quantization = {"group_size": 32, "bits": 4}
+    full = {"model_type": family, "eos_token_id": 256, "quantization": quantization} | config
+    (folder / "config.json").write_text(json.dumps(full))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_only = Tokenizer(BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_only, eos_token="<|end|>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
