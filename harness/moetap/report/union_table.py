@@ -1,0 +1,140 @@
+"""The union table on a terminal or in a pipe.
+
+Knows how many digits a figure deserves and what must be said beside it. Refuses to keep precision:
+that is in the files (`moetap.report.union_files`).
+"""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from moetap.analysis.jackknife import Estimate
+from moetap.analysis.unions import Figure, UnionTable
+from moetap.report import words
+from moetap.report.console import make_console
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+
+
+def print_union_table(table: UnionTable, by_layer: bool = False) -> None:
+    """Print all streams by depth group (by layer with `by_layer`), then each class over all layers.
+
+    The layers of a class are in the files.
+    """
+    console = make_console()
+    everything = table.select(table.strata[0], shown_layers(by_layer))
+    classes = [f for s in table.strata[1:] for f in table.select(s, ("overall",))]
+    name = table.pool.model.id
+    parts = [("all streams by layer", "layers", [(f.layers.label, f) for f in everything])]
+    if len(table.strata) > 2:  # with a single class its figures are those of all streams
+        parts.append(("all layers by class", "class", [(f.stratum.name, f) for f in classes]))
+    for about, label, lines in parts:
+        title = f"Union and expert I/O of B lanes, decode: {about}, {name}"
+        console.print(Text(title, style="bold"))
+        cut = words.incomplete(table.pool)
+        if cut:
+            console.print(Text(cut, style="bold red"))
+        console.print(_grid(label, lines))
+        for note in _notes([f for _, f in lines]):
+            console.print(Padding(Text(note), (0, 1)))
+    console.print(Padding(Text(_caption(table), style="dim"), (1, 1, 1, 1)))
+
+
+def shown_layers(by_layer: bool) -> tuple[str, ...]:
+    """Kinds of layers that are printed."""
+    return ("overall", "layer") if by_layer else ("overall", "group")
+
+
+def _grid(label: str, lines: list[tuple[str, Figure]]) -> Table:
+    unit, divisor = _byte_unit([figure for _, figure in lines])
+    grid = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    grid.add_column(label, no_wrap=True)
+    for name in ("B", "union", "±", "5 %", "25", "50", "75", "95", "max", "uniform", "k"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    for name in ("loads/\ntoken", "saved\n%", "±", f"{unit}/\ntoken"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    before = ""
+    for name, figure in lines:
+        if before and name != before:
+            grid.add_section()
+        cells = _cells(figure, divisor)
+        grid.add_row(name if name != before else "", str(figure.b), *cells)
+        before = name
+    return grid
+
+
+def _byte_unit(figures: list[Figure]) -> tuple[str, float]:
+    """One unit for a column of bytes per token: kB for small models, MB for real ones."""
+    sizes = [f.values.bytes_per_token for f in figures if f.values is not None]
+    largest = max((size.value for size in sizes if size is not None), default=0)
+    return ("MB", 1e6) if largest >= 1e7 else ("kB", 1e3)
+
+
+def _cells(figure: Figure, divisor: float) -> list[str]:
+    values = figure.values
+    if values is None:
+        return ["n/a"]
+    spread = values.distribution
+    size = values.bytes_per_token
+    return [
+        *_with_interval(values.union, 2),
+        *(str(spread.quantile(q)) if spread.n_triples else "-" for q in QUANTILES),
+        f"{values.uniform:.2f}",
+        f"{values.overlap:.4g}",
+        f"{values.loads.value:.2f}",
+        *_with_interval(values.saved.scaled(100), 1),
+        "-" if size is None else f"{size.value / divisor:,.1f}",
+    ]
+
+
+def _with_interval(estimate: Estimate, digits: int) -> tuple[str, str]:
+    """The figure and half its interval, "-" where there is none."""
+    half = estimate.half_width
+    # Adding 0.0 turns -0.0, which would read as a loss, into 0.0.
+    return (
+        f"{round(estimate.value, digits) + 0.0:.{digits}f}",
+        "-" if half is None else f"{half:.{digits}f}",
+    )
+
+
+def _notes(figures: list[Figure]) -> list[str]:
+    """Why a line is not available or has no interval, each said once."""
+    notes = []
+    for figure in figures:
+        who = f"{figure.stratum.name}, B = {figure.b}"
+        if figure.values is None:
+            notes.append(f"{who}: not available, {figure.missing}.")
+        elif figure.values.union.why:
+            notes.append(f"{who}: no interval, {figure.values.union.why}.")
+    return list(dict.fromkeys(notes))
+
+
+def _caption(table: UnionTable) -> str:
+    figures = table.select(table.strata[0], ("overall",))
+    shown = [f.values for f in figures if f.values is not None]
+    groups = ", ".join(f"{v.n_groups:,} x {v.n_steps:,} (B = {v.b})" for v in shown)
+    missing = int(table.not_executed.sum())
+    cells = table.n_cells * table.pool.model.n_layers
+    said = [
+        "Decode rows only, at matched decode steps (a group ends at its shortest stream).",
+        f"{words.count(table.pool.n_streams, 'stream')}; groups x steps: {groups}.",
+        "Union: mean over all groups, steps and layers; ±: half the 95 % delete-one jackknife "
+        "interval over streams (Student's t).",
+        f"5 % to max: over {words.count(table.groups_asked, 'sampled group')} for each B, seed "
+        f"{table.seed} (all groups where there are no more).",
+        "Uniform: independent uniform routing; k: full overlap.",
+        "I/O of a cold step (nothing survives from one step to the next): loads/token = union / B, "
+        "per layer; saved: against B = 1; bytes/token: of expert weights, summed over the line's "
+        "layers, kB = 10^3, MB = 10^6.",
+        "mixed: groups of more than one class." if len(table.strata) > 2 else "",
+        f"Sampler: {words.sampler(table.pool)}.",
+        words.loops(table.pool),
+        f"{missing:,} of {cells:,} cells were not executed and are left out." if missing else "",
+        f"{words.count(table.pool.n_empty, 'stream')} without decode rows left out."
+        if table.pool.n_empty
+        else "",
+    ]
+    return " ".join(part for part in said if part)

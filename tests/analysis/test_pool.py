@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+from unionkit import golden_streams, golden_trace, make_model, make_stream, make_trace
+
+from moetap.analysis.pool import pool
+from moetap.analysis.strata import layer_groups, strata
+from moetap.errors import MoetapError, UsageError
+
+
+def test_prompts_that_coincide_stay_distinct_streams():
+    one = golden_trace(run_id="1", source="one.h5")
+    two = golden_trace(run_id="2", source="two.h5", complete=False, n_prompts=9)
+    both = pool([one, two])
+    assert both.n_streams == 8
+    assert not both.complete
+    assert [origin.n_planned for origin in both.origins] == [0, 9]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        make_model((4, 4), (2, 2), [100, 10], [3, 5], config_sha256="other"),
+        make_model((4, 4), (2, 2), [100, 10], [3, 5], weights_sha256="other"),
+        make_model((4, 4), (2, 2), [100, 10], [3, 6]),
+        make_model((4, 8), (2, 2), [100, 10], [3, 5]),
+        make_model((4, 4), (2, 2), [100, 11], [3, 5]),
+    ],
+)
+def test_different_models_are_refused_by_name(model):
+    other = make_trace(model, golden_streams(), source="other.h5")
+    with pytest.raises(UsageError, match=r"first\.h5 and other\.h5"):
+        pool([golden_trace(source="first.h5"), other])
+
+
+def test_the_same_run_twice_is_refused():
+    with pytest.raises(UsageError, match=r"a\.h5 and b\.h5 are the same run"):
+        pool([golden_trace(run_id="r", source="a.h5"), golden_trace(run_id="r", source="b.h5")])
+
+
+def test_nothing_to_analyse():
+    with pytest.raises(MoetapError, match=r"empty\.h5: no stream"):
+        pool([make_trace(golden_trace().model, [], source="empty.h5")])
+    with pytest.raises(UsageError):
+        pool([])
+
+
+def test_stream_that_only_loops_is_counted_and_dropped():
+    looped = make_stream("x", "code", [[{0, 1}, {0, 1}]], (2, 2), looped_from=0)
+    trace = make_trace(golden_trace().model, [*golden_streams(), looped])
+    assert (pool([trace]).n_streams, pool([trace]).n_empty) == (4, 1)
+    assert pool([trace], keep_loops=True).n_streams == 5
+
+
+def test_strata_and_names():
+    assert [s.name for s in strata(pool([golden_trace()]))] == ["all", "agentic", "code", "mixed"]
+    one_class = make_trace(golden_trace().model, golden_streams()[:2])
+    assert [s.name for s in strata(pool([one_class]))] == ["all", "code"]
+    cells = [[{0, 1}, {0, 1}]]
+    named = [make_stream(c or "none", c, cells, (2, 2)) for c in ("mixed", "")]
+    names = [s.name for s in strata(pool([make_trace(golden_trace().model, named)]))]
+    assert names == ["all", "class", "class mixed", "mixed"]
+
+
+def test_layer_groups_are_contiguous_and_at_most_four():
+    model = make_model((4,) * 10, (2,) * 10, layer_index=[1, 3, 5, 7, 9, 11, 13, 15, 17, 19])
+    found = layer_groups(model.layer_index)
+    groups = [f.label for f in found if f.kind == "group"]
+    assert groups == ["1-5", "7-11", "13-15", "17-19"]
+    assert [f.label for f in found if f.kind == "layer"] == [str(i) for i in range(1, 20, 2)]
+    assert [f.label for f in layer_groups(golden_trace().model.layer_index)] == [
+        "all",
+        "3",
+        "5",
+        "3",
+        "5",
+    ]
