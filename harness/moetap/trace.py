@@ -12,7 +12,7 @@ produces the first generated token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,6 +105,7 @@ class CaptureInfo:
     mix_version: str = ""
     mix_sha256: str = ""
     n_prompts: int = 0  # streams that a complete run has
+    left_out: str = ""  # ids of prompts that the chat template refused, separated by commas
     chat_template_sha256: str = ""
     thinking: bool | None = None  # None: the chat template has no such switch
     scores_kind: str = ""  # "" when no scores were kept, else what they are
@@ -240,10 +241,3 @@ def check_stream(stream: Stream, model: ModelInfo) -> None:
     if np.any((steps <= 0) & valid[:, :, 1:]):
         row, layer, _ = np.argwhere((steps <= 0) & valid[:, :, 1:])[0]
         raise MoetapError(f"{who}: row {row}, MoE layer {layer}: ids must rise without repeats")
-
-
-def scalar_fields(cls: type[ModelInfo] | type[CaptureInfo]) -> tuple[str, ...]:
-    """Names of the fields that are single values, in order (the file format stores them as
-    attributes).
-    """
-    return tuple(f.name for f in fields(cls) if "NDArray" not in str(f.type))

@@ -141,13 +141,15 @@ def test_linear_attention_layers_hold_a_constant_state(tmp_path):
 
 def test_the_capture_is_described(loaded, prompts_file):
     mix = load_jsonl(prompts_file("a", "b"))
-    about = describe(loaded, SAMPLED, mix, 2)
+    tasks, _ = prepare(loaded, mix.prompts[:1], thinking=False)
+    about = describe(loaded, SAMPLED, mix, tasks)
     assert (about.temp, about.top_p, about.seed, about.max_tokens) == (0.9, 0.95, 3, 24)
     assert about.backend in {"cpu", "metal", "cuda"}
     assert about.mlx_version == mx.__version__
     assert about.ram_bytes is not None and about.ram_bytes > 2**30
     assert about.chip and about.os
-    assert (about.mix_name, about.mix_sha256, about.n_prompts) == ("prompts.jsonl", mix.sha256, 2)
+    assert (about.mix_name, about.mix_sha256, about.n_prompts) == ("prompts.jsonl", mix.sha256, 1)
+    assert about.left_out == "p1"
     assert about.thinking is False
 
 

@@ -23,12 +23,12 @@ import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.generate import stream_generate
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import _download, load_config, load_model, load_tokenizer
 
-from moetap.capture.tap import find_switches, tap
+from moetap.capture.geometry import trace_geometry
+from moetap.capture.tap import find_switches
 from moetap.errors import MoetapError
 from moetap.trace import ModelInfo
 
@@ -132,7 +132,7 @@ def _describe(
     per_layer = [s.expert_bytes for s in switches]
     routed = sum(b * s.n_experts for b, s in zip(per_layer, switches, strict=True))
     total = sum(int(a.nbytes) for _, a in tree_flatten(model.parameters()))
-    top_k, kv_bytes, state_bytes = _geometry(model)
+    geometry = trace_geometry(model)
     quantization = config.get("quantization")
     return ModelInfo(
         id=name if not Path(name).expanduser().is_dir() else path.resolve().name,
@@ -144,35 +144,12 @@ def _describe(
         quantization=json.dumps(quantization, sort_keys=True) if quantization else "",
         layer_index=np.array([s.layer_index for s in switches]),
         n_experts=np.array([s.n_experts for s in switches]),
-        top_k=np.array(top_k),
+        top_k=np.array(geometry.top_k),
         expert_bytes=np.array(per_layer),
         resident_bytes=total - routed,
-        kv_bytes_per_token=kv_bytes,
-        state_bytes_per_stream=state_bytes,
+        kv_bytes_per_token=geometry.kv_bytes_per_token,
+        state_bytes_per_stream=geometry.state_bytes,
     )
-
-
-def _geometry(model: nn.Module) -> tuple[list[int], int, int]:
-    """top-k per MoE layer, KV bytes per token, constant state bytes per stream; nothing is
-    evaluated.
-
-    A lazy forward gives the caches arrays that know their shapes. Bytes at 256 and 512 tokens
-    (mlx-lm's caches grow in steps of 256) make a line: its slope is the bytes per token, its
-    intercept the constant state.
-    """
-    size: dict[int, int] = {}
-    with tap(model) as rows:
-        for n in (256, 512):
-            cache = make_prompt_cache(model)
-            model(mx.zeros((1, n), mx.int32), cache=cache)
-            size[n] = sum(
-                int(a.nbytes)
-                for _, a in tree_flatten([c.state for c in cache])
-                if isinstance(a, mx.array)
-            )
-        top_k = list(rows.top_k)
-    slope = (size[512] - size[256]) // 256
-    return top_k, slope, size[256] - 256 * slope
 
 
 def _weights_sha256(path: Path) -> str:

@@ -129,9 +129,10 @@ def chat_template(loaded: _mlx.Loaded) -> str:
 
 
 def describe(
-    loaded: _mlx.Loaded, settings: Settings, mix: PromptMix, n_prompts: int
+    loaded: _mlx.Loaded, settings: Settings, mix: PromptMix, tasks: Sequence[Task]
 ) -> CaptureInfo:
     """How this capture is made, for the trace."""
+    taken = {task.prompt.id for task in tasks}
     template = chat_template(loaded)
     return CaptureInfo(
         moetap_version=__version__,
@@ -151,7 +152,8 @@ def describe(
         mix_name=mix.name,
         mix_version=mix.version,
         mix_sha256=mix.sha256,
-        n_prompts=n_prompts,
+        n_prompts=len(tasks),
+        left_out=",".join(p.id for p in mix.prompts if p.id not in taken),
         chat_template_sha256=hashlib.sha256(template.encode()).hexdigest(),
         thinking=settings.thinking if "enable_thinking" in template else None,
         scores_kind="gate weights as applied to the experts' outputs" if settings.scores else "",

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     tasks, refused = prepare(loaded, mix.prompts, settings.thinking)
     for prompt_id, reason in refused:
         say(f"left out {prompt_id}: the model's chat template refuses it ({reason})")
-    about = describe(loaded, settings, mix, len(tasks))
+    about = describe(loaded, settings, mix, tasks)
     try:
         with TraceWriter(
             output, loaded.info, about, resume=args.resume, force=args.force

@@ -85,6 +85,7 @@ def _capture_rows(trace: Trace) -> list[tuple[str, str]]:
             f"mlx-lm {c.mlx_lm_version}",
         ),
         ("prompts", f"{c.mix_name} {c.mix_version}".rstrip() + f", sha256 {c.mix_sha256[:12]}"),
+        ("left out", c.left_out.replace(",", ", ") or "none"),
         ("sampler", sampler),
         ("thinking", thinking),
         ("max tokens", str(c.max_tokens)),

@@ -94,6 +94,7 @@ ATTRIBUTES: dict[str, tuple[Attribute, ...]] = {
         Attribute("mix_version", TEXT),
         Attribute("mix_sha256", TEXT),
         Attribute("n_prompts", "int64"),
+        Attribute("left_out", TEXT),
         Attribute("chat_template_sha256", TEXT),
         Attribute("thinking", "uint8", optional=True),
         Attribute("scores_kind", TEXT),
