@@ -1,4 +1,4 @@
-"""Model folders small enough to make in a test: random weights, a byte-level tokenizer, a chat template."""
+"""Model folders small enough to make in a test: random weights, bytes as tokens, a template."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.arguments.items() | list }}{% endfor %}"
     "<|end|>{% endfor %}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking %}<think>{% endif %}{% endif %}"
 )
 
 
 def make_model_dir(
     folder: Path, family: str = "qwen3_moe", template: str | None = TEMPLATE, **over: Any
 ) -> Path:
-    """A loadable folder; every byte is a token of its own, 256 = <|end|>, so prompts tokenise predictably."""
+    """A loadable folder. Every byte is a token of its own and 256 is <|end|>, the EOS."""
     folder.mkdir(parents=True, exist_ok=True)
     config = CONFIGS[family] | {"vocab_size": 257} | over
     model = make_model(family, config=config)

@@ -131,7 +131,7 @@ def test_geometry_is_read_from_the_model(loaded):
 
 
 def test_linear_attention_layers_hold_a_constant_state(tmp_path):
-    """By hand for one of the 2 linear layers: conv (4 - 1) x (2 x 2 x 16 + 2 x 16) x 4 bytes = 1152,
+    """By hand, one of the 2 linear layers: conv (4 - 1) x (2 x 2 x 16 + 2 x 16) x 4 bytes = 1152,
     recurrent 2 heads x 16 x 16 x 4 bytes = 2048.
     """
     info = _mlx.load(str(make_model_dir(tmp_path / "next", "qwen3_next"))).info
@@ -176,7 +176,7 @@ def test_thinking_reaches_the_template(loaded):
 
 
 def test_every_prompt_of_the_mix_renders_with_tools_and_calls(loaded):
-    """The template iterates over call arguments, as those of real models do: they must be objects."""
+    """The template iterates over call arguments, as real ones do: they must be objects."""
     tasks, refused = prepare(loaded, load_mix().prompts, thinking=False)
     assert not refused and len(tasks) >= 48
     with_tools = next(t for t in tasks if t.prompt.tools)
