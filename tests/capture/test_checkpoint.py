@@ -279,14 +279,25 @@ def test_truncated_and_broken_shards(tmp_path):
         (whole[:50], "truncated in its header"),
         (b"abc", "not a safetensors file"),
         (b"\xff" * 64, "not a safetensors file"),
+        (b"version https://git-lfs.github.com/spec/v1", "a Git LFS pointer"),
         ((2).to_bytes(8, "little") + b"[}", "header is broken"),
         ((2).to_bytes(8, "little") + b"[]", "header is broken"),
         (whole.replace(b'"shape": [4', b'"shape": [5'), "512 bytes for BF16"),
+        (whole.replace(b"[512, 1024]", b"[511, 1023]"), "overlap"),
     ):
         shard.write_bytes(data)
         with pytest.raises(MoetapError, match=re.escape(message)) as caught:
             read_checkpoint(folder)
         assert shard.name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_shard_that_cannot_be_read(tmp_path):
+    folder = folder_of(tmp_path)
+    shard = folder / "model-00002-of-00002.safetensors"
+    shard.unlink()
+    shard.symlink_to("gone")  # what an interrupted download leaves in Hugging Face's cache
+    with pytest.raises(MoetapError, match="00002-of-00002.safetensors: cannot be read"):
+        read_checkpoint(folder)
 
 
 def test_no_config_or_no_weights(tmp_path):

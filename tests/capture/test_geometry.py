@@ -21,8 +21,9 @@ from moetap.analysis.ledger import (
     linear_attention_bytes,
     mamba_bytes,
 )
-from moetap.capture.checkpoint import read_checkpoint
+from moetap.capture.checkpoint import classify, read_checkpoint
 from moetap.capture.geometry import Geometry, checkpoint_geometry, this_mac, trace_geometry
+from moetap.capture.tap import find_switches
 from moetap.errors import MoetapError
 
 _BASE = {
@@ -270,6 +271,19 @@ def test_a_config_that_mlx_lm_cannot_build(tmp_path: Path):
         with pytest.raises(MoetapError, match=message) as caught:
             checkpoint_geometry(read_checkpoint(folder))
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("config", [MAMBA, KDA, CHUNKED], ids=["mamba", "kda", "llama4"])
+def test_other_families_are_classified_as_their_modules(config, tmp_path):
+    family = {id(MAMBA): "granitemoehybrid", id(KDA): "kimi_linear", id(CHUNKED): "llama4"}
+    model = make_model(family[id(config)], config=config)
+    save_model(tmp_path, model)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family[id(config)]} | config))
+    inventory = classify(read_checkpoint(tmp_path))
+    assert [(s.layer_index, s.n_experts, s.expert_bytes) for s in find_switches(model)] == [
+        (layer.layer_index, layer.n_experts, layer.expert_bytes) for layer in inventory.layers
+    ]
+    assert inventory.unrecognised == () and inventory.dropped == ()
 
 
 def test_slots():

@@ -7,6 +7,7 @@ streams.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def _model_rows(trace: Trace) -> list[tuple[str, str]]:
     return [
         ("id", m.id + (f" at {m.revision}" if m.revision else "")),
         ("type", m.model_type),
-        ("quantisation", m.quantization or "none"),
+        ("quantisation", _quantization(m.quantization)),
         ("MoE layers", f"{m.n_layers} ({_ranges(m.layer_index)})"),
         ("experts per layer", _span(m.n_experts)),
         ("top-k", _span(m.top_k)),
@@ -135,6 +136,17 @@ def _stream_rows(trace: Trace) -> list[tuple[str, str]]:
     return rows
 
 
+def _quantization(text: str) -> str:
+    """mlx-lm's quantisation entry in a line: the rule, and how many modules have one of their own."""
+    if not text:
+        return "none"
+    entry = json.loads(text)
+    rule = f"{entry.get('bits', '?')} bits, groups of {entry.get('group_size', '?')}"
+    own = sum(isinstance(value, dict) for value in entry.values())
+    mode = entry.get("mode", "affine")
+    return f"{mode}, {rule}" + (f"; {own} modules differ" if own else "")
+
+
 def _spread(values: list[int]) -> str:
     return f"{min(values)} to {max(values)}, median {int(np.median(values))}, {sum(values)} in all"
 
@@ -157,4 +169,6 @@ def _bytes(value: int | None) -> str:
 
 
 def _gb(value: int | None) -> str:
-    return "not known" if value is None else f"{value:,} bytes ({value / 1e9:.3f} GB)"
+    if value is None:
+        return "not known"
+    return f"{value:,} bytes ({value / 1e9:.2f} GB)" if value >= 1e8 else f"{value:,} bytes"
