@@ -1,0 +1,68 @@
+"""The compiled loop of LRU.
+
+Knows arrays only; `moetap.policies.lru` says what they mean. A file of its own because importing
+Numba takes longer than `moetap --help` may.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+
+@njit(cache=True, nogil=True)
+def lru_misses(
+    n_steps: int,
+    n_experts: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    ids: NDArray[np.uint16],
+    capacities: NDArray[np.int64],
+) -> NDArray[np.int32]:
+    """Misses (n_C, L, steps) of step-atomic LRU. capacities: (n_C,) rising, without repeats.
+
+    Where C >= E only first uses miss, so the walk ends at the largest C below E. With C = E asked
+    for besides E / 4 and E / 2 that takes two fifths off the time.
+    """
+    n_layers, n_sizes = len(n_experts), len(capacities)
+    most = int(n_experts.max())
+    misses = np.zeros((n_sizes, n_layers, n_steps), dtype=np.int32)
+    order = np.empty(most + 1, dtype=np.uint16)  # latest first
+    after = np.empty(most + 1, dtype=np.uint16)  # the same once the step is done
+    member = np.zeros(most, dtype=np.uint8)
+    used = np.empty(most, dtype=np.uint8)
+    for layer in range(n_layers):
+        held = 0
+        used[:] = 0
+        n_small = np.searchsorted(capacities, n_experts[layer])  # capacities below E
+        deepest = capacities[n_small - 1] if n_small else 0
+        for step in range(n_steps):
+            cell = layer * n_steps + step
+            first, stop = starts[cell], starts[cell + 1]
+            size = stop - first
+            if size == 0:
+                continue
+            new = 0
+            for i in range(size):
+                expert = ids[stop - 1 - i]
+                after[i] = expert
+                member[expert] = 1
+                new += 1 - used[expert]
+                used[expert] = 1
+            end = size
+            place = 0
+            for c in range(n_small):
+                for r in range(place, min(held, capacities[c])):
+                    expert = order[r]
+                    after[end] = expert  # without a branch: a member is written over by the next
+                    end += 1 - member[expert]
+                place = min(held, capacities[c])
+                # Of the first `place` experts of the order, those not appended are members.
+                misses[c, layer, step] = size - (place - (end - size))
+            misses[n_small:, layer, step] = new
+            for i in range(size):
+                member[ids[first + i]] = 0
+            # What stands behind the largest cache can't hit any more.
+            held = min(end, deepest)
+            order, after = after, order
+    return misses
