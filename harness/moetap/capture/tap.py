@@ -65,6 +65,9 @@ _SCORE_NAMES = (
     "gates",
 )
 
+READ_EVERY = 16
+"""Decode steps read at a time. Asking MLX whether an array is evaluated costs as much for many."""
+
 
 @dataclass(frozen=True)
 class Switch:
@@ -190,10 +193,12 @@ class Recorder:
                 "tap does not follow a cache that is rewound (speculative decoding)"
             )
         else:
-            # generate_step evaluates a prefill chunk before it goes on, so that one can be read at
-            # once. Of single tokens the newest is in flight.
-            in_flight = self._pending[-1:] and self._pending[-1].n_tokens == 1
-            self._drain(keep=1 if in_flight else 0, final=False)
+            # generate_step evaluates a prefill chunk before it goes on: read it, and let its memory
+            # go, at once. Of single tokens the newest is in flight.
+            if self._pending and self._pending[-1].n_tokens > 1:
+                self._drain(keep=0, final=False)
+            elif len(self._pending) > READ_EVERY:
+                self._drain(keep=1, final=False)
         self._pending.append(_Forward(inputs, self._next_position, len(self.switches)))
         self._next_position += int(inputs.shape[1])
 
@@ -245,40 +250,49 @@ class Recorder:
 
         A forward of which nothing is evaluated yet stays, unless `final` says that nothing will be.
         """
-        ready = len(self._pending) - keep
+        ready = self._pending[: len(self._pending) - keep]
         # Layers depend on the ones before them and on earlier forwards' caches, so a forward with
         # an evaluated layer settles all before it.
-        while ready > 0 and not final and not self._any_evaluated(self._pending[ready - 1]):
-            ready -= 1
-        for forward in self._pending[:ready]:
-            self._read.append(self._copy(forward))
-        del self._pending[:ready]
+        while ready and not final and not self._any_evaluated(ready[-1]):
+            ready.pop()
+        del self._pending[: len(ready)]
+        # The usual case, decode steps that ran whole, is recognised and read in one go.
+        if ready and _evaluated(*(f.cells[-1] for f in ready)):
+            self._read.append(self._copy(ready, len(self.switches)))
+        else:
+            for forward in ready:
+                self._read.append(self._copy([forward], self._settle(forward)))
 
     def _any_evaluated(self, forward: _Forward) -> bool:
         first = next((c for c in forward.cells if c is not None), None)
-        return first is not None and (self._full_prefill or _evaluated(first))
+        return self._full_prefill or _evaluated(first)
 
-    def _copy(self, forward: _Forward) -> Rows:
-        """The forward as NumPy arrays, NOT_EXECUTED from the first unevaluated layer on."""
-        last = len(forward.cells)  # one past the last layer that ran
+    def _settle(self, forward: _Forward) -> int:
+        """One past the last layer that ran, or that `full_prefill` makes run now."""
+        last = len(forward.cells)
         while last > 0 and not _evaluated(forward.cells[last - 1]):
             last -= 1
         if self._full_prefill and last < len(forward.cells):
-            last = len(forward.cells)
             mx.eval([a for a in (*forward.cells, *forward.scores) if a is not None])
-        n = forward.n_tokens
-        experts = np.full((n, len(forward.cells), max(self.top_k)), NOT_EXECUTED, np.uint16)
+            return len(forward.cells)
+        return last
+
+    def _copy(self, forwards: list[_Forward], last: int) -> Rows:
+        """Forwards as NumPy arrays, NOT_EXECUTED from layer `last` on."""
+        n = sum(f.n_tokens for f in forwards)
+        experts = np.full((n, len(self.switches), max(self.top_k)), NOT_EXECUTED, np.uint16)
         scores = np.full(experts.shape, np.nan, np.float16) if self._keep_scores else None
-        for layer, cell in enumerate(forward.cells[:last]):
-            if cell is None:
+        for layer in range(last):
+            cells = [f.cells[layer] for f in forwards]
+            if any(c is None for c in cells):
                 continue
             k = self.top_k[layer]
-            experts[:, layer, :k] = np.asarray(cell).reshape(n, k)
+            experts[:, layer, :k] = _stack(cells, k)
             if scores is not None:
-                scores[:, layer, :k] = np.asarray(forward.scores[layer]).reshape(n, k)
-        tokens = np.asarray(forward.inputs).reshape(n).astype(np.uint32)
-        position = np.arange(forward.start, forward.start + n, dtype=np.uint32)
-        return Rows(experts, tokens, position, scores)
+                scores[:, layer, :k] = _stack([f.scores[layer] for f in forwards], k)
+        tokens = _stack([f.inputs for f in forwards], 1)[:, 0].astype(np.uint32)
+        start = forwards[0].start
+        return Rows(experts, tokens, np.arange(start, start + n, dtype=np.uint32), scores)
 
     def _finish_stream(self) -> None:
         n_forwards = len(self._pending) + len(self._read)
@@ -334,17 +348,24 @@ class Recorder:
         return self._only().scores
 
 
-def _evaluated(array: mx.array | None) -> bool:
-    """Whether MLX has evaluated (or launched) `array`, without making it do so.
+def _evaluated(*arrays: mx.array | None) -> bool:
+    """Whether MLX has evaluated (or launched) all `arrays`, without making it do so.
 
-    MLX has no such query. It cuts an array off its graph when it launches the evaluation, so an
-    array whose exported graph has no edge needs no more work.
+    MLX has no such query. It cuts an array off its graph when it launches the evaluation, so arrays
+    whose exported graph has no edge need no more work.
     """
-    if array is None:
+    if any(a is None for a in arrays):
         return False
     graph = io.StringIO()
-    mx.export_to_dot(graph, array)
+    mx.export_to_dot(graph, *arrays)
     return "->" not in graph.getvalue()
+
+
+def _stack(arrays: list[Any], width: int) -> NDArray[Any]:
+    """Evaluated arrays of any leading shape as one (rows, width) NumPy array. No MLX operation: one
+    would queue behind the step in flight.
+    """
+    return np.concatenate([np.asarray(a).reshape(-1, width) for a in arrays])
 
 
 def _cache_offset(cache: Any) -> int | None:
