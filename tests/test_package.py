@@ -47,8 +47,8 @@ def test_installed_package_finds_its_data(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     code = (
-        "from moetap.models import bundled_model; from moetap.prompts import load_mix; import moetap;"
-        "print(moetap.__file__); print(bundled_model('tiny-qwen3_5-moe'));"
+        "from moetap.models import bundled_model; from moetap.prompts import load_mix;"
+        "import moetap; print(moetap.__file__); print(bundled_model('tiny-qwen3_5-moe'));"
         "print(len(load_mix().prompts))"
     )
     out = subprocess.run(

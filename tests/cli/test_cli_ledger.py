@@ -33,7 +33,7 @@ def dense(folder: Path) -> Path:
 
 @pytest.fixture
 def no_mac(monkeypatch):
-    monkeypatch.setattr("moetap.cli.ledger._this_mac", lambda: None)
+    monkeypatch.setattr("moetap.cli.ledger.this_mac", lambda: None)
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_quantised_kv(no_mac, tmp_path, capsys):
 def test_this_mac(monkeypatch, capsys):
     from moetap.analysis.ledger import Device
 
-    monkeypatch.setattr("moetap.cli.ledger._this_mac", lambda: Device(2**34, 12_000_000_000))
+    monkeypatch.setattr("moetap.cli.ledger.this_mac", lambda: Device(2**34, 12_000_000_000))
     assert run(*GOLDEN[:-1], "16,24") == 0
     text = capsys.readouterr().out
     assert "reported by this machine" in text and "working set, device" in text

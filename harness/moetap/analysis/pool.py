@@ -127,5 +127,5 @@ def _check_same_model(a: Trace, b: Trace) -> None:
         if not np.array_equal(getattr(a.model, field), getattr(b.model, field)):
             raise UsageError(
                 f"{_name(a)} and {_name(b)} are of different models ({a.model.id} and {b.model.id} "
-                f"differ in their {words}); analyse them one at a time"
+                f"differ in their {words}); analyse them one at a time, or with --by model"
             )

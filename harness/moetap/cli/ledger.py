@@ -7,14 +7,14 @@ sizes that the ledger needs. Reads headers and configs, never a weight.
 from __future__ import annotations
 
 import argparse
-from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moetap.errors import MoetapError, UsageError
+from moetap.cli._options import gigabytes, headroom, integers, one_integer, this_mac
+from moetap.errors import MoetapError
 
 if TYPE_CHECKING:
-    from moetap.analysis.ledger import Cache, Device, Headroom, MoeLayer, Sizes
+    from moetap.analysis.ledger import Cache, MoeLayer, Sizes
     from moetap.capture.checkpoint import Checkpoint, Inventory
     from moetap.models import Attention, ModelCard
 
@@ -72,27 +72,25 @@ def run(args: argparse.Namespace) -> int:
     from moetap.report.files import output_path, write_text
     from moetap.report.ledger_table import ledger_json, print_ledger
 
-    lanes = _integers("-B", args.lanes)
-    slots = _integers("-C", args.slots) if args.slots is not None else None
-    context = _integers("--context", args.context)
-    if len(context) != 1:
-        raise UsageError(f"--context {args.context}: one number of tokens")
-    headroom = _headroom(args.headroom)
+    lanes = integers("-B", args.lanes)
+    slots = integers("-C", args.slots) if args.slots is not None else None
+    context = one_integer("--context", args.context, "tokens")
+    left_free = headroom(args.headroom)
     given = {
-        name: Allowance(_gigabytes(f"--{name}", text), "given on the command line")
+        name: Allowance(gigabytes(f"--{name}", text), "given on the command line")
         for name, text in (("activations", args.activations), ("overhead", args.overhead))
         if text is not None
     }
-    tiers = _integers("--tier", args.tier)
-    device = _this_mac()
-    macs = [make_tier(gib, headroom, device) for gib in tiers]
+    tiers = integers("--tier", args.tier)
+    device = this_mac()
+    macs = [make_tier(gib, left_free, device) for gib in tiers]
     json_path = output_path(args.json) if args.json else None
     sizes = find_sizes(args.model, int(args.kv_bits) if args.kv_bits else None)
     table = ledger(
         sizes,
         macs,
         lanes,
-        context[0],
+        context,
         slots,
         given.get("activations", ACTIVATIONS),
         given.get("overhead", OVERHEAD),
@@ -101,39 +99,6 @@ def run(args: argparse.Namespace) -> int:
     if json_path:
         write_text(json_path, ledger_json(table))
     return 0
-
-
-# -- the command line
-
-
-def _integers(option: str, text: str) -> list[int]:
-    """Parse "1,2,4"."""
-    try:
-        values = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"{option} {text}: not a list like 8,16,24") from None
-    if min(values) < 1:
-        raise UsageError(f"{option} {text}: each must be at least 1")
-    return values
-
-
-def _gigabytes(option: str, text: str) -> int:
-    """Parse GB of 10^9 bytes, exactly."""
-    try:
-        value = Decimal(text) * 10**9
-        if not value.is_finite() or value < 0:
-            raise InvalidOperation
-    except InvalidOperation:
-        raise UsageError(f"{option} {text}: not a size in GB like 0.5") from None
-    return int(value)
-
-
-def _headroom(text: str | None) -> Headroom:
-    from fractions import Fraction
-
-    from moetap.analysis.ledger import Headroom
-
-    return Headroom() if text is None else Headroom(_gigabytes("--headroom", text), Fraction(0))
 
 
 # -- sizes of a model
@@ -285,11 +250,3 @@ def _card_cache(card: ModelCard, entry: Attention, place: int, kv_bits: int | No
         heads, key, value = dims["kv_heads"], dims["head_dim"], dims["head_dim"]
     size = ledger.attention_bytes_per_token(heads, key, value, kv_bits=kv_bits)
     return ledger.Cache(place, kind, bytes_per_token=size, max_tokens=dims.get("window"))
-
-
-def _this_mac() -> Device | None:
-    try:
-        from moetap.capture.geometry import this_mac
-    except ImportError:
-        return None
-    return this_mac()

@@ -12,26 +12,43 @@ from pathlib import Path
 from moetap.errors import MoetapError, UsageError
 
 
-def output_path(path: str | Path, name_in_folder: str = "") -> Path:
+def output_path(path: str | Path) -> Path:
     """Check that an output file can be made at `path`, before the work that fills it.
 
-    name_in_folder: file name to use if `path` is a folder; without it a folder is refused.
-
     Raises:
-        UsageError: the folder does not exist, or a file is wanted and `path` is a folder.
+        UsageError: its folder does not exist, or `path` is a folder.
     """
     target = Path(path)
     if target.is_dir():
-        if not name_in_folder:
-            raise UsageError(f"{target} is a folder; name a file in it")
-        return target / name_in_folder
+        raise UsageError(f"{target} is a folder; name a file in it")
     if not target.parent.is_dir():
         raise UsageError(f"{target}: folder {target.parent} does not exist; make it first")
     return target
 
 
+def output_folder(path: str | Path) -> Path:
+    """Make the folder `path` if it is not there; not the ones above it.
+
+    Raises:
+        UsageError: it cannot be made, or is a file.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(exist_ok=True)
+    except FileExistsError:
+        raise UsageError(f"{folder} is a file; name a folder") from None
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be made ({error.strerror or error})") from error
+    return folder
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file in one step: a reader, or a crash, never meets half of it.
+    """Write a UTF-8 file, as `write_bytes`."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file in one step: a reader, or a crash, never meets half of it.
 
     Raises:
         MoetapError: the file cannot be written.
@@ -40,8 +57,8 @@ def write_text(path: Path, text: str) -> None:
     try:
         # In the same folder, since a rename is only atomic within one file system.
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
             os.fchmod(file.fileno(), 0o666 & ~_umask())
         os.replace(temporary, path)
     except OSError as error:

@@ -35,14 +35,13 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from moetap.analysis.ledger import GB, Cache, Ledger, Line, Tier
 from moetap.report.console import make_console
+from moetap.report.sections import Heading, Note, Section, print_section
+from moetap.report.sections import grid as make_grid
 from moetap.report.words import count
 
 RULES = ("older", "newer", "device")
@@ -52,37 +51,47 @@ COLUMNS = 7
 
 
 def print_ledger(ledger: Ledger) -> None:
-    """Print the terms, the budgets, every line, the largest C and B, and a verdict by tier."""
-    console = make_console()
+    """Print the section on a console of its own."""
+    print_section(make_console(), ledger_section(ledger))
+
+
+def ledger_section(ledger: Ledger, warning: str = "", defaults_only: bool = False) -> Section:
+    """The terms, the budgets, the lines, the largest C and B, and a verdict by tier.
+
+    defaults_only: of the lines, show those with the tier's own default C.
+    """
+    parts: list[Heading | Note | Table] = [
+        Heading("What is needed, GB (10^9 bytes)"),
+        _terms(ledger),
+        Note(_about_sizes(ledger)),
+        Heading("Budgets, GB (10^9 bytes)"),
+        _budgets(ledger),
+        Note(_about_budgets(ledger)),
+        Heading("Net, GB: what is left of the budget, negative if it does not fit"),
+        _lines(ledger, defaults_only),
+        Note(
+            "C: expert slots a layer (* default of the tier); B: lanes; total: what they need; "
+            f"physical, {', '.join(_rules(ledger))}: net of physical memory and of the working set "
+            "by rule; tight: the budget with the smaller net, which decides."
+        ),
+        Heading("Largest C for B lanes, largest B for C slots"),
+        *_largest(ledger),
+        Note(_about_largest(ledger)),
+    ]
+    parts += [Note(_verdict(ledger, tier), main=True) for tier in ledger.tiers]
     title = f"RAM ledger: {ledger.sizes.model}, {count(ledger.context, 'token')} of context a lane"
-    console.print(Text(title, style="bold"))
-    console.print(_terms(ledger))
-    _say(console, _about_sizes(ledger))
-    console.print(Text("Budgets, GB (10^9 bytes)", style="bold"))
-    console.print(_budgets(ledger))
-    _say(console, _about_budgets(ledger))
-    console.print(
-        Text("Net, GB: what is left of the budget, negative if it does not fit", style="bold")
-    )
-    console.print(_lines(ledger))
-    _say(
-        console,
-        "C: expert slots a layer (* default of the tier); B: lanes; total: what they need; "
-        f"physical, {', '.join(_rules(ledger))}: net of physical memory and of the working set by "
-        "rule; tight: the budget with the smaller net, which decides.",
-    )
-    console.print(Text("Largest C for B lanes, largest B for C slots", style="bold"))
-    for grid in _largest(ledger):
-        console.print(grid)
-    _say(console, _about_largest(ledger))
-    for tier in ledger.tiers:
-        console.print(Padding(_verdict(ledger, tier), (0, 1)))
+    return Section("ledger", title, warning, tuple(parts))
 
 
 def ledger_json(ledger: Ledger) -> str:
     """The whole ledger as JSON text."""
+    return json.dumps(ledger_dict(ledger), indent=1, allow_nan=False) + "\n"
+
+
+def ledger_dict(ledger: Ledger) -> dict[str, Any]:
+    """The whole ledger, ready for `json.dumps`."""
     sizes = ledger.sizes
-    content = {
+    return {
         "metric": "ledger",
         "model": sizes.model,
         "source": sizes.source,
@@ -101,7 +110,6 @@ def ledger_json(ledger: Ledger) -> str:
         "tiers": [_tier_json(ledger, tier) for tier in ledger.tiers],
         "lines": [_line_json(line) for line in ledger.lines],
     }
-    return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
 def _tier_json(ledger: Ledger, tier: Tier) -> dict[str, Any]:
@@ -137,22 +145,9 @@ def _line_json(line: Line) -> dict[str, Any]:
 # -- tables
 
 
-def _grid(left: tuple[str, ...], right: tuple[str, ...]) -> Table:
-    grid = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in left:
-        grid.add_column(name, no_wrap=True)
-    for name in right:
-        grid.add_column(name, justify="right", no_wrap=True)
-    return grid
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(Padding(Text(text, style="dim"), (0, 1, 1, 1)))
-
-
 def _terms(ledger: Ledger) -> Table:
     sizes = ledger.sizes
-    grid = _grid(("term",), ("bytes", "GB"))
+    grid = make_grid(("term",), ("bytes", "GB"))
     grid.add_column("", no_wrap=False)
 
     def add(term: str, n: int, words: str = "") -> None:
@@ -195,7 +190,7 @@ def _kinds(caches: tuple[Cache, ...], constant: bool) -> str:
 
 def _budgets(ledger: Ledger) -> Table:
     rules = _rules(ledger)
-    grid = _grid(
+    grid = make_grid(
         ("Mac",), ("memory", "headroom", "physical", *(f"working set, {rule}" for rule in rules))
     )
     for tier in ledger.tiers:
@@ -219,9 +214,9 @@ def _rules(ledger: Ledger) -> list[str]:
     return [rule for rule in RULES if rule in found]
 
 
-def _lines(ledger: Ledger) -> Table:
+def _lines(ledger: Ledger, defaults_only: bool) -> Table:
     rules = _rules(ledger)
-    grid = _grid(("Mac",), ("C", "B", "total", "physical", *rules))
+    grid = make_grid(("Mac",), ("C", "B", "total", "physical", *rules))
     for name in ("tight", "verdict"):
         grid.add_column(name, no_wrap=True)
     for tier, lines in groupby(ledger.lines, key=lambda line: line.tier):
@@ -229,6 +224,8 @@ def _lines(ledger: Ledger) -> Table:
         for line in lines:
             nets = {net.rule: net for net in line.nets}
             default = line.terms.slots == ledger.default_slots(tier)
+            if defaults_only and not default:
+                continue
             grid.add_row(
                 label,
                 f"{line.terms.slots}{'*' if default else ' '}",
@@ -255,7 +252,7 @@ def _largest(ledger: Ledger) -> list[Table]:
     grids = []
     for at in range(0, len(columns), COLUMNS):
         part = columns[at : at + COLUMNS]
-        grid = _grid(("Mac", "rule"), tuple(head for head, _ in part))
+        grid = make_grid(("Mac", "rule"), tuple(head for head, _ in part))
         for tier in ledger.tiers:
             label = f"{tier.ram_gib} GiB"
             for limit in tier.limits:

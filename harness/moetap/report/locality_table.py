@@ -9,11 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 
 from moetap.analysis.jackknife import Estimate
 from moetap.analysis.lanes import COLD_STEPS
@@ -21,6 +17,8 @@ from moetap.analysis.locality import Locality
 from moetap.analysis.locality.recency import histogram_quantile
 from moetap.report import words
 from moetap.report.console import make_console
+from moetap.report.sections import Heading, Note, Section, print_section
+from moetap.report.sections import grid as make_grid
 from moetap.report.union_table import shown_layers
 
 LAGS = (1, 2, 4, 8, 16, 32, 64)
@@ -28,26 +26,30 @@ QUANTILES = (0.5, 0.75, 0.9, 0.95)
 
 
 def print_locality(found: Locality, by_layer: bool = False) -> None:
-    """Print all locality tables: all layers, then depth groups (each layer with `by_layer`)."""
-    console = make_console()
-    who = words.count(found.pool.n_streams, "stream")
-    title = f"Locality of single streams (B = 1), decode: {who}, {found.pool.model.id}"
-    console.print(Text(title, style="bold"))
-    cut = words.incomplete(found.pool)
-    if cut:
-        console.print(Text(cut, style="bold red"))
+    """Print the section on a console of its own."""
+    print_section(make_console(), locality_section(found, by_layer))
+
+
+def locality_section(found: Locality, by_layer: bool = False) -> Section:
+    """All locality tables: all layers, then depth groups (each layer with `by_layer`)."""
+    parts: list[Heading | Note | Table] = []
+
+    def show(table: Table, title: str) -> None:
+        parts.extend((Heading(title), table))
+
+    def say(*sentences: str) -> None:
+        parts.append(Note(" ".join(s for s in sentences if s)))
+
     shown = [i for i, x in enumerate(found.layers) if x.kind in shown_layers(by_layer)]
-    _print(console, _lags(found, shown), "Experts shared with the step `lag` steps before, % of k")
-    _say(
-        console,
+    show(_lags(found, shown), "Experts shared with the step `lag` steps before, % of k")
+    say(
         "Own shuffled: each stream's steps in random order (the stream's own popularity is left); "
         "all shuffled: the steps of all streams together (the layer's popularity is left); "
         "uniform: k/E. Overlap above own shuffled is locality in time.",
     )
-    _print(console, _reuse(found, shown), "Between two uses of an expert by a stream")
-    _print(console, _lru(found, shown), "Hit rate of LRU with C slots per layer, %")
-    _say(
-        console,
+    show(_reuse(found, shown), "Between two uses of an expert by a stream")
+    show(_lru(found, shown), "Hit rate of LRU with C slots per layer, %")
+    say(
         "Other experts: distinct ones used at the steps between; first uses apart. LRU: per layer, "
         "empty at the start of each stream, step-atomic (a step's set is looked up as one), first "
         f"uses are misses; it follows from the recency stack. Cold: the first {COLD_STEPS} decode "
@@ -59,55 +61,36 @@ def print_locality(found: Locality, by_layer: bool = False) -> None:
         ),
         _left_out("C", found, found.capacities),
     )
-    _print(console, _hottest(found, shown), "Selections that go to the n hottest experts, %")
-    _say(
-        console,
+    show(_hottest(found, shown), "Selections that go to the n hottest experts, %")
+    say(
         f"Chosen on half of the streams (split by stream, seed {found.seed}) and counted there "
         "(fitted) or on the other half (tested), both ways; the gap is over-fit. A > B: chosen on "
         "class A, tested on class B (within a class on the other half of it), all layers.",
         *(f"Not available: {x.missing}." for x in found.hottest[:1] if x.missing),
         _left_out("n", found, found.hot_sizes),
     )
-    _print(console, _usage(found, shown), "Spread of the selections, mean over layers")
-    _say(
-        console,
+    show(_usage(found, shown), "Spread of the selections, mean over layers")
+    say(
         "Effective: 2^entropy equally used experts. Corrected: Miller-Madow; the plug-in entropy "
         "is too low on average, and part of that stays, since a stream's selections are not "
         "independent. Gini: 0 if all are used alike.",
     )
-    _print(console, _predictions(found), "Experts of a cell among the first k or 2k guesses, %")
-    _say(
-        console,
+    show(_predictions(found), "Experts of a cell among the first k or 2k guesses, %")
+    say(
         _lift_words(found),
         "From the layer or step before: the experts with the largest sum of P(expert | e) over the "
         "e selected there. These and popularity are fitted on half of the streams and tested on "
         "the other, both ways. Used last: the stream's k or 2k latest experts of the layer.",
         *_prediction_notes(found),
     )
-    _say(console, _caption(found), "")
-
-
-def _print(console: Console, grid: Table, title: str) -> None:
-    console.print(Padding(Text(title, style="bold"), (1, 0, 0, 1)))
-    console.print(grid)
-
-
-def _say(console: Console, *sentences: str) -> None:
-    text = " ".join(s for s in sentences if s)
-    console.print(Padding(Text(text, style="dim"), (0, 1)))
-
-
-def _table(left: Sequence[str], right: Sequence[str]) -> Table:
-    grid = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in left:
-        grid.add_column(name, no_wrap=True)
-    for name in right:
-        grid.add_column(name, justify="right", no_wrap=True)
-    return grid
+    say(_caption(found))
+    who = words.count(found.pool.n_streams, "stream")
+    title = f"Locality of single streams (B = 1), decode: {who}, {found.pool.model.id}"
+    return Section("locality", title, words.incomplete(found.pool), tuple(parts))
 
 
 def _lags(found: Locality, shown: list[int]) -> Table:
-    grid = _table(("layers", "lag, steps"), [str(lag) for lag in LAGS])
+    grid = make_grid(("layers", "lag, steps"), [str(lag) for lag in LAGS])
     for i in shown:
         line = found.lags[i]
         at = [lag - 1 for lag in LAGS]
@@ -128,7 +111,7 @@ def _lags(found: Locality, shown: list[int]) -> Table:
 def _reuse(found: Locality, shown: list[int]) -> Table:
     quantiles = [f"{q * 100:.0f} %" for q in QUANTILES]
     names = [f"others\n{q}" for q in quantiles] + [f"steps\n{q}" for q in quantiles]
-    grid = _table(("layers",), ["selections", "first\nuses %", *names])
+    grid = make_grid(("layers",), ["selections", "first\nuses %", *names])
     for i in shown:
         line = found.reuse[i]
         first = line.first_uses / line.lookups if line.lookups else None
@@ -143,7 +126,7 @@ def _reuse(found: Locality, shown: list[int]) -> Table:
 
 
 def _lru(found: Locality, shown: list[int]) -> Table:
-    grid = _table(("layers",), ["C", "cold", "±", "steady", "±", "all steps", "±", "uniform"])
+    grid = make_grid(("layers",), ["C", "cold", "±", "steady", "±", "all steps", "±", "uniform"])
     for i in shown:
         line = found.reuse[i]
         for at, hits in enumerate(line.hits[: _n_telling(found, found.capacities)]):
@@ -160,7 +143,7 @@ def _lru(found: Locality, shown: list[int]) -> Table:
 
 def _hottest(found: Locality, shown: list[int]) -> Table:
     sizes = found.hot_sizes[: _n_telling(found, found.hot_sizes)]
-    grid = _table(("layers", "n experts"), [str(n) for n in sizes])
+    grid = make_grid(("layers", "n experts"), [str(n) for n in sizes])
     for i in shown:
         layers = found.layers[i]
         lines = [x for x in found.hottest if x.layers is layers and x.n in sizes]
@@ -181,7 +164,7 @@ def _hottest(found: Locality, shown: list[int]) -> Table:
 
 def _usage(found: Locality, shown: list[int]) -> Table:
     names = ["entropy\nbits", "corrected\nbits", "log2 E", "effective\nexperts", "E"]
-    grid = _table(("layers",), [*names, "never used\nper layer", "hottest\n%", "Gini"])
+    grid = make_grid(("layers",), [*names, "never used\nper layer", "hottest\n%", "Gini"])
     usage = found.usage
     for i in shown:
         span = found.layers[i].span
@@ -220,7 +203,7 @@ def _left_out(name: str, found: Locality, sizes: Sequence[int]) -> str:
 
 
 def _predictions(found: Locality) -> Table:
-    grid = _table(
+    grid = make_grid(
         ("guessed", "from"),
         ["cells", "k\nguesses", "±", "uniform", "2k\nguesses", "±", "uniform"],
     )

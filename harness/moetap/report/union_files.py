@@ -48,9 +48,6 @@ title says.
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from dataclasses import asdict
 from typing import Any
 
@@ -59,14 +56,12 @@ from moetap.analysis.sampling import Distribution
 from moetap.analysis.unions import Figure, UnionTable
 from moetap.report.union_table import QUANTILES, shown_layers
 
-CSV_NAME = "unions.csv"
 
-
-def union_json(table: UnionTable) -> str:
-    """The whole table, per-layer figures included, as JSON text."""
+def union_dict(table: UnionTable) -> dict[str, Any]:
+    """The whole table, per-layer figures included, ready for `json.dumps`."""
     pool = table.pool
     model = pool.model
-    content = {
+    return {
         "metric": "unions",
         "model": {
             "id": model.id,
@@ -88,29 +83,16 @@ def union_json(table: UnionTable) -> str:
         "seed": table.seed,
         "figures": [_figure(table, figure) for figure in table.figures],
     }
-    return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
-def union_csv(table: UnionTable, by_layer: bool = False) -> str:
-    """The printed lines as CSV text."""
-    pool = table.pool
-    head = {
-        "model": pool.model.id,
-        "complete": str(pool.complete).lower(),
-        "streams_planned": sum(origin.n_planned for origin in pool.origins) or "",
-    }
+def union_lines(table: UnionTable, by_layer: bool = False) -> list[dict[str, Any]]:
+    """The lines for CSV: depth groups, or each layer with `by_layer`."""
     kinds = shown_layers(by_layer)
-    lines = [
-        head | _flat(_figure(table, figure))
+    return [
+        _flat(_figure(table, figure))
         for stratum in table.strata
         for figure in table.select(stratum, kinds)
     ]
-    columns = list(dict.fromkeys(name for line in lines for name in line))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
 
 
 def _figure(table: UnionTable, figure: Figure) -> dict[str, Any]:

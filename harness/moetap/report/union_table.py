@@ -6,41 +6,66 @@ that is in the files (`moetap.report.union_files`).
 
 from __future__ import annotations
 
-from rich.box import SIMPLE_HEAD
-from rich.padding import Padding
+from collections.abc import Sequence
+
 from rich.table import Table
-from rich.text import Text
 
 from moetap.analysis.jackknife import Estimate
+from moetap.analysis.lanes import COLD_STEPS
+from moetap.analysis.overflow import UnionCurve
 from moetap.analysis.unions import Figure, UnionTable
 from moetap.report import words
 from moetap.report.console import make_console
+from moetap.report.sections import Heading, Note, Section, grid, print_section
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 def print_union_table(table: UnionTable, by_layer: bool = False) -> None:
-    """Print all streams by depth group (by layer with `by_layer`), then each class over all layers.
+    """Print the section on a console of its own."""
+    print_section(make_console(), union_section(table, by_layer=by_layer))
+
+
+def union_section(
+    table: UnionTable, curves: Sequence[UnionCurve] = (), by_layer: bool = False
+) -> Section:
+    """All streams by depth group (by layer with `by_layer`), then each class over all layers, then
+    the curves over decode steps.
 
     The layers of a class are in the files.
     """
-    console = make_console()
     everything = table.select(table.strata[0], shown_layers(by_layer))
     classes = [f for s in table.strata[1:] for f in table.select(s, ("overall",))]
-    name = table.pool.model.id
-    parts = [("all streams by layer", "layers", [(f.layers.label, f) for f in everything])]
+    lines = [("All streams, by layer", "layers", [(f.layers.label, f) for f in everything])]
     if len(table.strata) > 2:  # with a single class its figures are those of all streams
-        parts.append(("all layers by class", "class", [(f.stratum.name, f) for f in classes]))
-    for about, label, lines in parts:
-        title = f"Union and expert I/O of B lanes, decode: {about}, {name}"
-        console.print(Text(title, style="bold"))
-        cut = words.incomplete(table.pool)
-        if cut:
-            console.print(Text(cut, style="bold red"))
-        console.print(_grid(label, lines))
-        for note in _notes([f for _, f in lines]):
-            console.print(Padding(Text(note), (0, 1)))
-    console.print(Padding(Text(_caption(table), style="dim"), (1, 1, 1, 1)))
+        lines.append(("All layers, by class", "class", [(f.stratum.name, f) for f in classes]))
+    parts: list[Heading | Note | Table] = []
+    for about, label, figures in lines:
+        parts += [Heading(about), _grid(label, figures)]
+        parts += [Note(note, main=True) for note in _notes([f for _, f in figures])]
+    parts.append(Note(_caption(table)))
+    shown = [curve for curve in curves if curve.stratum == "all"]
+    if shown:
+        parts += [Heading("Mean union by decode step, all streams and layers"), _curves(shown)]
+        parts.append(
+            Note(
+                f"Exact over all groups. First {COLD_STEPS} and rest: means over (group, step, "
+                "layer); a step has only the groups whose streams all last to it."
+            )
+        )
+    title = f"Union and expert I/O of B lanes, decode: {table.pool.model.id}"
+    return Section("union", title, words.incomplete(table.pool), tuple(parts))
+
+
+def _curves(curves: Sequence[UnionCurve]) -> Table:
+    longest = max(int(curve.steps[-1]) for curve in curves)
+    steps = [0] + [2**i for i in range(10) if 2**i <= longest]
+    table = grid(("B",), (f"first {COLD_STEPS}", "rest", *(f"d = {d}" for d in steps)))
+    for curve in curves:
+        at = dict(zip(curve.steps.tolist(), curve.mean.tolist(), strict=True))
+        values = [curve.cold, curve.steady, *(at.get(d) for d in steps)]
+        table.add_row(str(curve.b), *("n/a" if v is None else f"{v:.2f}" for v in values))
+    return table
 
 
 def shown_layers(by_layer: bool) -> tuple[str, ...]:
@@ -50,20 +75,17 @@ def shown_layers(by_layer: bool) -> tuple[str, ...]:
 
 def _grid(label: str, lines: list[tuple[str, Figure]]) -> Table:
     unit, divisor = _byte_unit([figure for _, figure in lines])
-    grid = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    grid.add_column(label, no_wrap=True)
-    for name in ("B", "union", "±", "5 %", "25", "50", "75", "95", "max", "uniform", "k"):
-        grid.add_column(name, justify="right", no_wrap=True)
-    for name in ("loads/\ntoken", "saved\n%", "±", f"{unit}/\ntoken"):
-        grid.add_column(name, justify="right", no_wrap=True)
+    quantiles = ("5 %", "25", "50", "75", "95", "max")
+    cost = ("loads/\ntoken", "saved\n%", "±", f"{unit}/\ntoken")
+    table = grid((label,), ("B", "union", "±", *quantiles, "uniform", "k", *cost))
     before = ""
     for name, figure in lines:
         if before and name != before:
-            grid.add_section()
+            table.add_section()
         cells = _cells(figure, divisor)
-        grid.add_row(name if name != before else "", str(figure.b), *cells)
+        table.add_row(name if name != before else "", str(figure.b), *cells)
         before = name
-    return grid
+    return table
 
 
 def _byte_unit(figures: list[Figure]) -> tuple[str, float]:
