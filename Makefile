@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test clean
+.PHONY: demo test browser clean
 
 demo: $(VENV)/demo.stamp
 	@$(BIN)/moetap capture --model tiny-qwen3_5-moe --quick --temp 0.8 --seed 1 --max-tokens 128 --force -o traces/demo.h5
@@ -15,13 +15,27 @@ demo: $(VENV)/demo.stamp
 	@echo "The tiny model was sampled (temperature 0.8, fixed seed): decoded greedily a model of this size"
 	@echo "falls into loops, and a loop repeats its routing. A real model: moetap capture --model DIR_OR_ID"
 
-test: $(VENV)/test.stamp
+test: $(VENV)/test.stamp browser
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python prompts/check.py
 	$(BIN)/pytest
+
+# The HTML report is tested in a real browser. Without one, and without the right to install Debian's,
+# these tests are skipped and say so.
+browser:
+	@for b in "$$MOETAP_BROWSER" chromium chromium-browser google-chrome chrome \
+	    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"; do \
+	    command -v "$$b" >/dev/null 2>&1 && exit 0; \
+	done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
+	    echo "installing chromium"; \
+	    apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium >/dev/null; \
+	else \
+	    echo "no Chromium or Chrome: the browser tests of the report will be skipped"; \
+	fi
 
 # uv where it is installed (it also brings a Python), else the first Python that is new enough.
 $(VENV)/bin/python:
