@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from moetap._version import __version__
-from moetap.cli import analyze, capture, info, ledger, probe
+from moetap.cli import analyze, capture, export, formats, import_, info, ledger, probe
 from moetap.errors import MoetapError
 
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"moetap {__version__}")
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for verb in (capture, info, analyze, ledger, probe):
+    for verb in (capture, info, analyze, ledger, probe, export, import_, formats):
         verb.add_parser(verbs)
     args = parser.parse_args(argv)
     try:

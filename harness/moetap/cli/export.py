@@ -1,0 +1,91 @@
+"""`moetap export`: a trace as another tool's file.
+
+Knows the command line of the verb, and says what the file does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from moetap.errors import UsageError
+
+
+def add_parser(verbs: Any) -> None:
+    """Register the verb and its options."""
+    parser = verbs.add_parser(
+        "export",
+        help="write a trace in another tool's format",
+        description="Write a trace in another tool's format and say what that format cannot hold. "
+        "`moetap formats` lists them. Formats of one stream a file make a folder when the trace "
+        "has several.",
+    )
+    parser.add_argument("trace", type=Path, help="trace file written by moetap")
+    parser.add_argument("--to", required=True, metavar="FORMAT", help="see moetap formats")
+    parser.add_argument("-o", "--output", required=True, type=Path, metavar="OUT")
+    parser.add_argument("--force", action="store_true", help="overwrite OUT")
+    parser.add_argument("--stream", metavar="ID", help="only the stream of this prompt id")
+    parser.add_argument("--dtype", help="integer type of the ids (npz)")
+    parser.add_argument("--missing", type=int, metavar="N", help="id for none: 65535 or -1 (npz)")
+    parser.add_argument(
+        "--rows",
+        choices=("decode", "prefill", "all"),
+        help="rows to write (default: decode; request and count formats)",
+    )
+    parser.add_argument(
+        "--scope", choices=("global", "layer"), help="one file, or one per layer (libcachesim)"
+    )
+    parser.add_argument("--lanes", type=int, metavar="B", help="the first B streams (per-agent)")
+    parser.add_argument(
+        "--hidden-layers", type=int, metavar="N", help="decoder layers, dense ones included"
+    )
+    parser.add_argument("--start-len", type=int, metavar="P", help="rows from position P (sglang)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export. Returns the exit code."""
+    from moetap import formats
+    from moetap.formats.base import Options
+    from moetap.store import read
+
+    found = formats.get(args.to)
+    if found.direction == "import":
+        raise UsageError(f"{args.to} can only be imported")
+    options = Options(**given(args, found.write_options, args.to))
+    trace = read(args.trace)
+    check_output(args.output, args.force)
+    lost = found.write(trace, args.output, options)
+    print(f"wrote {args.output} ({args.to})")
+    if args.stream is not None and len(trace.streams) > 1:
+        lost = [*lost, f"{len(trace.streams) - 1} other streams"]
+    for part in lost:
+        print(f"not kept: {part}")
+    return 0
+
+
+def given(args: argparse.Namespace, allowed: tuple[str, ...], name: str) -> dict[str, Any]:
+    """The options that were given; one that the format has no use for is refused."""
+    from dataclasses import fields
+
+    from moetap.formats.base import Options
+
+    every = {f.name: getattr(args, f.name, None) for f in fields(Options)}
+    said = {key: value for key, value in every.items() if value is not None}
+    for key in said:
+        if key not in allowed:
+            raise UsageError(f"{name} has no use for --{key.replace('_', '-')}")
+    return said
+
+
+def check_output(path: Path, force: bool) -> None:
+    """Refuse an output that is in the way, before the work."""
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: folder {path.parent} does not exist; make it first")
+    if path.is_dir():
+        # Files of another export among those of this one would be read as its streams.
+        if any(path.iterdir()):
+            raise UsageError(f"{path}: is a folder with files in it; empty it, or choose another")
+    elif path.exists() and not force:
+        raise UsageError(f"{path}: already exists; --force overwrites it")
