@@ -6,7 +6,20 @@ from unionkit import golden_trace, make_model, make_stream, make_trace
 
 from moetap.analysis.lanes import COLD_STEPS, lay_out
 from moetap.analysis.pool import pool
-from moetap.analysis.replay import replay
+from moetap.analysis.replay import (
+    GLOBAL,
+    SEQUENTIAL,
+    cache_of_bytes,
+    cache_of_slots,
+    join,
+    missed_per_step,
+    prefill_sets,
+    replay,
+)
+from moetap.errors import UsageError
+from moetap.policies import Policy
+from moetap.policies.lru import LRU
+from moetap.trace import NOT_EXECUTED
 
 
 def merged(trace, *group):
@@ -50,12 +63,68 @@ def test_cold_and_steady_are_apart():
 
 
 def test_another_policy_can_be_replayed():
-    class Nothing:
+    class Nothing(Policy):
         name = "nothing"
 
-        def misses(self, sets, capacities):
-            return np.stack([sets.requests] * len(capacities)).astype(np.int32)
+        def missed(self, look_ups, capacity):
+            return np.ones(len(look_ups.ids), dtype=np.bool_)
 
     (found,) = replay(merged(golden_trace(), 0), [2], 1, Nothing())
     assert found.policy == "nothing"
     assert found.counts().hit_rate == 0
+
+
+# -- caches of a budget. The golden pair: layer 0 {0,1} {0,1,2}; layer 1 {0,1,2,3} {0,1,2}. Experts
+# of layer 0 have 100 bytes, those of layer 1 10.
+
+
+def test_slots():
+    model = golden_trace().model
+    own, shared = cache_of_slots(model, 3), cache_of_slots(model, 3, GLOBAL)
+    assert (own.label, own.slots.tolist(), own.n_bytes) == ("3", [3, 3], None)
+    assert (shared.label, shared.slots.tolist(), shared.capacity) == ("3 x 2", [6, 6], 6)
+
+
+def test_bytes_are_split_evenly_or_shared():
+    model = golden_trace().model
+    own = cache_of_bytes(model, 450, "450 B")
+    assert own.slots.tolist() == [2, 22]  # 225 each
+    shared = cache_of_bytes(model, 450, "450 B", GLOBAL)
+    assert (shared.slots.tolist(), shared.size.tolist()) == ([4, 45], [100, 10])
+    with pytest.raises(UsageError, match="150 B does not hold an expert: .* needs 200 bytes"):
+        cache_of_bytes(model, 150, "150 B")
+    with pytest.raises(UsageError, match="no expert sizes; give slots"):
+        cache_of_bytes(make_model([4], [2]), 100, "100 B")
+
+
+def test_missed_per_step_by_rule_and_scope():
+    sets, model, lru = merged(golden_trace(), 0, 1), golden_trace().model, LRU()
+    per_layer = missed_per_step(sets, cache_of_slots(model, 3), [lru, lru])
+    assert per_layer.tolist() == [[2, 4], [1, 1]]
+    # One after the other, layer 1 at C = 3: 0 1 2 3 leave 1 2 3, then 0 misses and pushes out 1,
+    # which misses and pushes out 2, which misses.
+    one_by_one = missed_per_step(sets, cache_of_slots(model, 3), [lru, lru], SEQUENTIAL)
+    assert one_by_one.tolist() == [[2, 4], [1, 3]]
+    # Six shared slots: all of step 0 fits. In step 1 layer 0 adds its 2, which pushes out 0 of
+    # layer 1; that one pushes out 3, which is no member and the oldest.
+    shared = missed_per_step(sets, cache_of_slots(model, 3, GLOBAL), [lru])
+    assert shared.tolist() == [[2, 4], [1, 1]]
+    # 330 bytes: in step 1 layer 0 adds 100 to the 240 that are there, and 0 of layer 1 goes.
+    tight = missed_per_step(sets, cache_of_bytes(model, 330, "330 B", GLOBAL), [lru])
+    assert tight.tolist() == [[2, 4], [1, 1]]
+
+
+def test_prefill_sets_are_chunks_and_join_puts_them_first():
+    none = NOT_EXECUTED
+    rows = np.array([[[0, 1], [2, 3]], [[1, 2], [none, none]], [[0, 3], [none, none]]], np.uint16)
+    before = prefill_sets(rows, np.array([4, 4]), 2)
+    assert before.requests.tolist() == [[3, 2], [2, 0]]
+    assert before.ids.tolist() == [0, 1, 2, 0, 3, 2, 3]
+    assert before.ran.tolist() == [[True, True], [True, False]]
+    decode = merged(golden_trace(), 0, 1)
+    both = join([before, decode])
+    assert both.requests.tolist() == [[3, 2], [2, 0], [2, 4], [3, 3]]
+    assert both.layer(1).ids.tolist() == [2, 3, 0, 1, 2, 3, 0, 1, 2]
+    assert both.ran.tolist() == [[True, True, True, True], [True, False, True, True]]
+    nothing = prefill_sets(rows[:0], np.array([4, 4]), 2)
+    assert join([nothing, decode]).requests.tolist() == decode.requests.tolist()

@@ -1,4 +1,4 @@
-"""The compiled loop of LRU.
+"""The compiled loops of LRU.
 
 Knows arrays only; `moetap.policies.lru` says what they mean. A file of its own because importing
 Numba takes longer than `moetap --help` may.
@@ -9,6 +9,58 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
+
+from moetap.policies import Ids
+from moetap.policies._list import append, first_kept, unlink
+
+
+@njit(cache=True, nogil=True)
+def lru_missed(
+    starts: NDArray[np.int64],
+    ids: Ids,
+    size: NDArray[np.int64],
+    capacity: int,
+    keep: bool,
+) -> NDArray[np.bool_]:
+    """Which look-ups miss in one cache: `LookUps` and `Policy.missed`."""
+    n = len(size)
+    newer = np.empty(n + 1, dtype=np.int32)
+    older = np.empty(n + 1, dtype=np.int32)
+    newer[n] = older[n] = n
+    resident = np.zeros(n, dtype=np.bool_)
+    missed = np.zeros(len(ids), dtype=np.bool_)
+    used = 0
+    for batch in range(len(starts) - 1):
+        first, stop = starts[batch], starts[batch + 1]
+        if first == stop:
+            continue
+        need = 0
+        for r in range(first, stop):
+            x = ids[r]
+            if resident[x]:
+                unlink(newer, older, x)  # a member can't be evicted
+            else:
+                missed[r] = True
+                need += size[x]
+        while used + need > capacity and newer[n] != n:
+            victim = newer[n]
+            unlink(newer, older, victim)
+            resident[victim] = False
+            used -= size[victim]
+        if used + need > capacity:  # nothing but members is left
+            stay = first_kept(ids, size, first, stop, capacity, keep)
+            for r in range(first, stay):
+                if resident[ids[r]]:
+                    resident[ids[r]] = False
+                    used -= size[ids[r]]
+            first = stay
+        for r in range(first, stop):
+            x = ids[r]
+            append(newer, older, n, x)
+            if not resident[x]:
+                resident[x] = True
+                used += size[x]
+    return missed
 
 
 @njit(cache=True, nogil=True)

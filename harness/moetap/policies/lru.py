@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moetap.policies import StepSets
+from moetap.policies import LookUps, Policy, StepSets
 
 
-class LRU:
-    """Step-atomic least recently used, all capacities in one pass.
+class LRU(Policy):
+    """Least recently used, all capacities of a step-atomic replay in one pass.
 
     Order the experts by (step of last use, id), latest and highest first. After every step the
     cache of C slots holds the first C of that order: the step's set goes to the front, the others
@@ -23,6 +23,15 @@ class LRU:
     """
 
     name = "lru"
+
+    def missed(self, look_ups: LookUps, capacity: int) -> NDArray[np.bool_]:
+        """Which look-ups miss; see `Policy.missed`."""
+        from moetap.policies._lru import lru_missed
+
+        found: NDArray[np.bool_] = lru_missed(
+            look_ups.starts, look_ups.ids, look_ups.size, capacity, look_ups.keep
+        )
+        return found
 
     def misses(self, sets: StepSets, capacities: NDArray[np.int64]) -> NDArray[np.int32]:
         """Misses per step and layer with each capacity, (n_C, steps, L); see `Policy.misses`."""

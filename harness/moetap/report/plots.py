@@ -158,13 +158,13 @@ def plot_files(study: Study) -> Iterator[tuple[str, bytes]]:
         for name, theme in (("", LIGHT), ("-dark", DARK)):
             figure = _figure(plot, study, theme)
             for kind in ("png", "svg"):
-                yield f"{plot.key}{name}.{kind}", _saved(figure, kind)
+                yield f"{plot.key}{name}.{kind}", saved(figure, kind)
 
 
 def svg_inline(plot: Plot, study: Study, prefix: str) -> str:
     """The plot as an <svg> element whose colours are CSS variables and whose ids begin with
     `prefix`, so that several can stand in one page."""
-    text = _saved(_figure(plot, study, CSS), "svg").decode("utf-8")
+    text = saved(_figure(plot, study, CSS), "svg").decode("utf-8")
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="', f'id="{prefix}-', text)
@@ -177,6 +177,11 @@ def svg_inline(plot: Plot, study: Study, prefix: str) -> str:
 
 
 def _figure(plot: Plot, study: Study, theme: Theme) -> Figure:
+    return styled(plot.title, lambda axes: plot.draw(axes, study, theme), theme)
+
+
+def styled(title: str, draw: Callable[[Axes], None], theme: Theme) -> Figure:
+    """A figure of one plot in the colours of a theme."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -187,8 +192,8 @@ def _figure(plot: Plot, study: Study, theme: Theme) -> Figure:
         theme.background
     )
     axes.patch.set_alpha(0)
-    plot.draw(axes, study, theme)
-    axes.set_title(plot.title, loc="left", color=theme.text, fontsize=FONT_SIZE + 1)
+    draw(axes)
+    axes.set_title(title, loc="left", color=theme.text, fontsize=FONT_SIZE + 1)
     axes.tick_params(colors=theme.text, labelsize=FONT_SIZE)
     for label in (axes.xaxis.label, axes.yaxis.label):
         label.set_color(theme.text)
@@ -206,7 +211,8 @@ def _figure(plot: Plot, study: Study, theme: Theme) -> Figure:
     return figure
 
 
-def _saved(figure: Figure, kind: str) -> bytes:
+def saved(figure: Figure, kind: str) -> bytes:
+    """The figure as "png" or "svg", the same bytes each time."""
     import matplotlib
 
     out = io.BytesIO()
@@ -218,7 +224,8 @@ def _saved(figure: Figure, kind: str) -> bytes:
     return out.getvalue()
 
 
-def _grid(axes: Axes, theme: Theme) -> None:
+def grid_lines(axes: Axes, theme: Theme) -> None:
+    """Draw the grid below everything else."""
     axes.grid(True, color=theme.grid, linewidth=0.6)
     axes.set_axisbelow(True)
 
@@ -242,7 +249,7 @@ def _union_cdf(axes: Axes, study: Study, theme: Theme) -> None:
     axes.set_ylim(0, 101)
     axes.set_xlabel("distinct experts in a step and layer")
     axes.set_ylabel("(group, step, layer), %")
-    _grid(axes, theme)
+    grid_lines(axes, theme)
 
 
 def _union_steps(axes: Axes, study: Study, theme: Theme) -> None:
@@ -261,7 +268,7 @@ def _union_steps(axes: Axes, study: Study, theme: Theme) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("decode step")
     axes.set_ylabel("mean union, experts")
-    _grid(axes, theme)
+    grid_lines(axes, theme)
 
 
 def _footprint(axes: Axes, study: Study, theme: Theme) -> None:
@@ -295,7 +302,7 @@ def _footprint(axes: Axes, study: Study, theme: Theme) -> None:
     axes.set_ylim(0, 1.09 * most)
     axes.set_xlabel("window W, decode steps")
     axes.set_ylabel("footprint, experts")
-    _grid(axes, theme)
+    grid_lines(axes, theme)
 
 
 def _misses(axes: Axes, study: Study, theme: Theme) -> None:
@@ -326,7 +333,7 @@ def _misses(axes: Axes, study: Study, theme: Theme) -> None:
     axes.set_ylim(0, 100)
     axes.set_xlabel("C, expert slots per layer")
     axes.set_ylabel("look-ups that miss, %")
-    _grid(axes, theme)
+    grid_lines(axes, theme)
 
 
 def _heat(axes: Axes, study: Study, theme: Theme) -> None:
@@ -373,7 +380,7 @@ def _lags(axes: Axes, study: Study, theme: Theme) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("lag, decode steps")
     axes.set_ylabel("shared experts, % of k")
-    _grid(axes, theme)
+    grid_lines(axes, theme)
 
 
 def _ledger(axes: Axes, study: Study, theme: Theme) -> None:
