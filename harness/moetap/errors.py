@@ -22,3 +22,9 @@ class UsageError(MoetapError):
     """
 
     exit_code = 2
+
+
+def first_line(error: BaseException) -> str:
+    """Kind and first line of another library's error, for a message of ours of one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

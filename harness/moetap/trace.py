@@ -101,6 +101,9 @@ class CaptureInfo:
     full_prefill: bool = False
     mode: str = "resident"  # resident | streaming
     slots: int | None = None  # C, streaming only
+    policy: str | None = None  # which experts leave their slots, streaming only
+    cold_reads: bool | None = None  # experts read past the page cache, streaming only
+    expert_kernel: str | None = None  # "row": one product a row, whatever the chunk
     mix_name: str = ""
     mix_version: str = ""
     mix_sha256: str = ""
@@ -109,6 +112,30 @@ class CaptureInfo:
     chat_template_sha256: str = ""
     thinking: bool | None = None  # None: the chat template has no such switch
     scores_kind: str = ""  # "" when no scores were kept, else what they are
+
+
+@dataclass(frozen=True, eq=False)
+class StreamIO:
+    """What the decode steps of a streaming capture read, one row per step d = 0 .. G-1.
+
+    misses: (G, L) uint16, experts that were in no slot. read_bytes: (G, L) int64. (G, L) float32:
+    read_s, from the start of a layer's reads to the end of the last one; wait_s, for how long
+    the model waited for them; eval_s, the wait for the router's choice, that is for everything
+    computed since the layer before. step_s: (G,) float32, from the step's first MoE layer to that
+    of the next step. Slots are empty when step 0 begins.
+    """
+
+    misses: NDArray[np.uint16]
+    read_bytes: NDArray[np.int64]
+    read_s: NDArray[np.float32]
+    wait_s: NDArray[np.float32]
+    eval_s: NDArray[np.float32]
+    step_s: NDArray[np.float32]
+
+    @property
+    def n_steps(self) -> int:
+        """G."""
+        return len(self.step_s)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +160,7 @@ class Stream:
     position: NDArray[np.uint32]
     scores: NDArray[np.float16] | None = None
     first_position: int = 0
+    io: StreamIO | None = None  # streaming captures only
 
     def __post_init__(self) -> None:
         rows = self.n_prompt - self.first_position + self.n_generated - 1
@@ -159,6 +187,10 @@ class Stream:
             raise MoetapError(f"{who}: positions must run from {self.first_position} without a gap")
         if not -1 <= self.looped_from < self.n_generated:
             raise MoetapError(f"{who}: looped_from={self.looped_from} is not a decode step")
+        for name, value in vars(self.io).items() if self.io is not None else ():
+            expected = (self.n_generated, self.experts.shape[1])[: 1 if name == "step_s" else 2]
+            if value.shape != expected:
+                raise MoetapError(f"{who}: {name} has shape {value.shape}, expected {expected}")
 
     @property
     def n_rows(self) -> int:

@@ -23,18 +23,29 @@ TEMPLATE = (
 )
 
 
+FOUR_BITS = {"group_size": 32, "bits": 4}
+
+
 def make_model_dir(
-    folder: Path, family: str = "qwen3_moe", template: str | None = TEMPLATE, **over: Any
+    folder: Path,
+    family: str = "qwen3_moe",
+    template: str | None = TEMPLATE,
+    quantization: dict[str, Any] | None = FOUR_BITS,
+    **over: Any,
 ) -> Path:
-    """A loadable folder. Every byte is a token of its own and 256 is <|end|>, the EOS."""
+    """A loadable folder. Every byte is a token of its own and 256 is <|end|>, the EOS.
+
+    quantization: as in config.json; what it does not divide stays plain.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    config = CONFIGS[family] | {"vocab_size": 257} | over
+    config = CONFIGS.get(family, {}) | {"vocab_size": 257} | over
     model = make_model(family, config=config)
-    nn.quantize(model, 32, 4, class_predicate=divisible)
+    full = {"model_type": family, "eos_token_id": 256} | config
+    if quantization:
+        nn.quantize(model, class_predicate=divisible, **quantization)
+        full["quantization"] = quantization
     mx.eval(model.parameters())
     save_model(folder, model, donate_model=False)
-    quantization = {"group_size": 32, "bits": 4}
-    full = {"model_type": family, "eos_token_id": 256, "quantization": quantization} | config
     (folder / "config.json").write_text(json.dumps(full))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_only = Tokenizer(BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))

@@ -200,7 +200,7 @@ def test_prompts_that_the_template_refuses_are_named_and_left_out(tmp_path):
     )
     tasks, refused = prepare(loaded, [system, prompt("a")], False)
     assert [t.prompt.id for t in tasks] == ["p"]
-    assert refused == [("s", "TemplateError: no system role")]
+    assert refused == [("s", "the chat template refuses it (TemplateError: no system role)")]
     with pytest.raises(
         MoetapError, match="renders none of the prompts; the first: .*no system role"
     ):
@@ -223,20 +223,20 @@ def rows_of(tokens, experts):
     )
 
 
-def test_rows_that_repeat_while_tokens_change_are_refused():
+def test_rows_that_repeat_while_tokens_change_are_refused(loaded):
     tokens = list(range(40))
     real = np.random.default_rng(0).permuted(np.tile(np.arange(16), (40, 2, 1)), axis=2)[..., :4]
-    run._check("p", rows_of(tokens, real), tokens)
+    run._check("p", rows_of(tokens, real), tokens, loaded.info)
     stale = np.repeat(real[:1], 40, axis=0)
     with pytest.raises(MoetapError, match="repeat the row before"):
-        run._check("p", rows_of(tokens, stale), tokens)
+        run._check("p", rows_of(tokens, stale), tokens, loaded.info)
     # The same token fed over and over may well be routed the same way: a loop, not a broken hook.
-    run._check("p", rows_of([7] * 40, stale), [7] * 40)
+    run._check("p", rows_of([7] * 40, stale), [7] * 40, loaded.info)
     # Neither are prefill rows of a single MoE layer that prefill never runs.
-    run._check("p", rows_of(tokens, np.full((40, 1, 4), NOT_EXECUTED)), tokens)
+    run._check("p", rows_of(tokens, np.full((40, 1, 4), NOT_EXECUTED)), tokens, loaded.info)
 
 
-def test_rows_of_other_tokens_are_refused():
+def test_rows_of_other_tokens_are_refused(loaded):
     real = np.zeros((3, 1, 1))
     with pytest.raises(MoetapError, match="3 rows recorded for 4 tokens"):
-        run._check("p", rows_of([1, 2, 3], real), [1, 2, 3, 4])
+        run._check("p", rows_of([1, 2, 3], real), [1, 2, 3, 4], loaded.info)

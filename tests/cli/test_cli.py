@@ -265,6 +265,9 @@ class TestOutputAndPromptErrors:
             ("--temp", "-1"),
             ("--top-p", "1.5"),
             ("--seed", "-1"),
+            ("--seed", str(2**63)),
+            ("--max-tokens", "99999999999999999999"),
+            ("--temp", "inf"),
             ("--prompts", "x.jsonl", "--quick"),
         ],
     )
@@ -276,8 +279,99 @@ class TestOutputAndPromptErrors:
 def test_what_is_not_a_trace(capsys, verb, tmp_path):
     path = tmp_path / "x.h5"
     assert "x.h5" in fails(capsys, 1, verb, path)
+    assert "names no file" in fails(capsys, 1, verb, "")
     path.write_bytes(b"not a trace")
     assert "x.h5" in fails(capsys, 1, verb, path)
+
+
+class TestNothingIsLost:
+    def test_an_output_of_analyze_never_replaces_a_trace_or_device(self, capsys, tmp_path):
+        sample = Path(__file__).parents[2] / "traces" / "sample" / "demo.h5"
+        trace = Path(shutil.copy(sample, tmp_path / "t.h5"))
+        (tmp_path / "link.json").symlink_to(trace)
+        for target in (trace, tmp_path / "link.json", "/dev/null"):
+            assert "name" in fails(capsys, 2, "analyze", trace, "--json", target)
+        assert trace.read_bytes() == sample.read_bytes()
+        assert not Path("/dev/null").is_file()
+
+    def test_reports_are_written_although_nobody_reads_the_tables(self, tmp_path):
+        sample = Path(__file__).parents[2] / "traces" / "sample" / "demo.h5"
+        process = subprocess.Popen(
+            moetap("analyze", sample, "--only", "union", "--json", tmp_path / "a.json"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        process.stderr.close()
+        assert process.wait() == 0
+        assert json.loads((tmp_path / "a.json").read_text())
+
+    def test_a_forced_capture_that_fails_at_once_leaves_the_old_trace(
+        self, capsys, model_dir, prompts_file, tmp_path, monkeypatch
+    ):
+        from moetap.capture import _mlx
+
+        out, prompts = tmp_path / "t.h5", prompts_file("a", "b")
+        options = ("--prompts", prompts, "--max-tokens", 3)
+        assert run_capture(model_dir, out, *options) == 0
+        before = out.read_bytes()
+
+        def out_of_memory(*_args, **_options):
+            raise RuntimeError("[METAL] Insufficient Memory\nmore")
+
+        monkeypatch.setattr(_mlx, "generate", out_of_memory)
+        capsys.readouterr()
+        line = fails(capsys, 1, "capture", "--model", model_dir, "-o", out, *options, "--force")
+        assert "stream 'p0': generation failed" in line and "Insufficient Memory" in line
+        assert out.read_bytes() == before and read(out).complete
+
+    def test_only_traces_are_replaced(self, capsys, prompts_file, tmp_path):
+        notes = tmp_path / "notes.txt"
+        notes.write_text("mine")
+        line = fails(capsys, 1, "capture", "--model", "/none", "-o", notes, "--quick", "--force")
+        assert "is no trace" in line and notes.read_text() == "mine"
+
+
+def test_an_empty_prompt_is_left_out_and_the_rest_captured(tmp_path, capsys):
+    from modeldir import make_model_dir
+
+    folder = make_model_dir(
+        tmp_path / "m", template="{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    prompts = tmp_path / "p.jsonl"
+    lines = [json.dumps({"messages": [{"role": "user", "content": c}]}) for c in ("", "abc")]
+    prompts.write_text("\n".join(lines))
+    assert run_capture(folder, tmp_path / "t.h5", "--prompts", prompts, "--max-tokens", 2) == 0
+    assert "left out line-1: the chat template makes no tokens" in capsys.readouterr().err
+    trace = read(tmp_path / "t.h5")
+    assert trace.complete and trace.capture.left_out == "line-1"
+
+
+def test_all_experts_selected_is_no_broken_hook(tmp_path, prompts_file):
+    from modeldir import make_model_dir
+
+    folder = make_model_dir(tmp_path / "m", num_experts_per_tok=16)
+    out = tmp_path / "t.h5"
+    assert run_capture(folder, out, "--prompts", prompts_file("a b c d e f g h i j k")) == 0
+    assert (read(out).streams[0].decode() == np.arange(16)).all()
+
+
+def test_output_that_cannot_be_written_is_one_line(tmp_path):
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full on this system")
+    sample = Path(__file__).parents[2] / "traces" / "sample" / "demo.h5"
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            moetap("info", sample), stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1 and "No space left" in result.stderr
+    closed = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m moetap info {sample} >&-"], capture_output=True
+    )
+    assert closed.returncode == 0 and closed.stderr == b""
 
 
 def test_usage_errors_exit_with_2(capsys):

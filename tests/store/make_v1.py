@@ -88,7 +88,7 @@ ROWS = spec.Rows(
 def main(path: Path) -> None:
     header = spec.Header(MODEL, CAPTURE, "0123456789abcdef", "2026-01-02T03:04:05+00:00")
     with path.open("x+b") as file:
-        writer._write(file, header, True, RECORDS, [ROWS])
+        writer._write(file, header, True, RECORDS, [ROWS], [])
 
 
 if __name__ == "__main__":

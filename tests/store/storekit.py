@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moetap.store import TraceWriter
-from moetap.trace import NOT_EXECUTED, CaptureInfo, ModelInfo, Stream, Trace
+from moetap.trace import NOT_EXECUTED, CaptureInfo, ModelInfo, Stream, StreamIO, Trace
 
 COLUMNS = tuple(f.name for f in fields(Stream))
 
@@ -37,7 +37,21 @@ def a_capture(**changes: Any) -> CaptureInfo:
     return CaptureInfo(**({"moetap_version": "0.1.0", "n_prompts": 4, "seed": 7} | changes))
 
 
-def a_stream(number: int, model: ModelInfo, rows: int = 9, scores: bool = False) -> Stream:
+def an_io(number: int, n_steps: int, n_layers: int) -> StreamIO:
+    """Measurements that depend on the number only."""
+    rng = np.random.default_rng(number)
+    cell = (n_steps, n_layers)
+    return StreamIO(
+        misses=rng.integers(0, 9, cell, dtype=np.uint16),
+        read_bytes=rng.integers(0, 2**40, cell, dtype=np.int64),
+        **{n: rng.random(cell, dtype=np.float32) for n in ("read_s", "wait_s", "eval_s")},
+        step_s=rng.random(n_steps, dtype=np.float32),
+    )
+
+
+def a_stream(
+    number: int, model: ModelInfo, rows: int = 9, scores: bool = False, io: bool = False
+) -> Stream:
     """A stream that depends on its number only; some of its cells have not executed."""
     rng = np.random.default_rng(number)
     shape = (rows, model.n_layers, model.max_top_k)
@@ -60,6 +74,7 @@ def a_stream(number: int, model: ModelInfo, rows: int = 9, scores: bool = False)
         tokens=rng.integers(0, 2**32, rows, dtype=np.uint32),
         position=np.arange(rows, dtype=np.uint32),
         scores=gates if scores else None,
+        io=an_io(number, rows + 1 - n_prompt, model.n_layers) if io else None,
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from storekit import a_model, a_stream, write
 
 from moetap.store import read, spec
-from moetap.trace import CaptureInfo, ModelInfo, Stream
+from moetap.trace import CaptureInfo, ModelInfo, Stream, StreamIO
 
 ROOT = Path(__file__).parents[2]
 FORMAT_MD = (ROOT / "docs" / "FORMAT.md").read_text(encoding="utf-8")
@@ -78,14 +78,16 @@ def test_tables_have_every_field_of_the_value_types() -> None:
     assert [d.name for d in spec.MODEL_DATASETS] == arrays
     kept = {spec.STREAM_FIELD.get(d.name, d.name) for d in spec.STREAM_DATASETS}
     assert kept == set(spec.Record._fields)
-    assert kept | set(spec.Rows._fields) == {f.name for f in fields(Stream)} | {
+    assert kept | set(spec.Rows._fields) | {"io"} == {f.name for f in fields(Stream)} | {
         "first_row",
         "n_rows",
     }
+    assert [d.name for d in spec.IO_DATASETS] == [f.name for f in fields(StreamIO)]
 
 
 def test_a_written_file_is_what_the_tables_say(tmp_path: Path) -> None:
-    write(tmp_path / "t.h5", [a_stream(0, a_model(), scores=True)], scores_kind="softmax", slots=4)
+    streams = [a_stream(0, a_model(), scores=True, io=True)]
+    write(tmp_path / "t.h5", streams, scores_kind="softmax", slots=4, mode="streaming")
     optional = {"resident_bytes", "slots"}
     with h5py.File(tmp_path / "t.h5") as f:
         for group, items in spec.ATTRIBUTES.items():
@@ -95,7 +97,8 @@ def test_a_written_file_is_what_the_tables_say(tmp_path: Path) -> None:
                 if name != "DIMENSION_LABELS":
                     found[name] = "utf-8" if isinstance(value, bytes) else value.dtype.name
             assert found == expected
-        assert set(f) == {"model", "capture", "streams", *(d.name for d in spec.ROW_DATASETS)}
+        rows = {d.name for d in spec.ROW_DATASETS}
+        assert set(f) == {"model", "capture", "streams", "io", *rows}
         for group, datasets in spec.DATASETS.items():
             for item in datasets:
                 found_dataset = f[group][item.name]

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from storekit import a_capture, a_model, a_stream, content, plain, write
 
+from moetap.errors import MoetapError
 from moetap.store import TraceWriter, read, spec
 from moetap.trace import NOT_EXECUTED, CaptureInfo, ModelInfo, Stream
 
@@ -187,3 +188,29 @@ def test_lengths_around_a_chunk(tmp_path: Path, length: int) -> None:
     streams = [a_stream(0, a_model(), length), a_stream(1, a_model(), 3)]
     write(tmp_path / "t.h5", streams)
     assert [plain(s) for s in read(tmp_path / "t.h5").streams] == [plain(s) for s in streams]
+
+
+def test_measured_io_goes_through_parts_merge_and_resume(tmp_path: Path) -> None:
+    path = tmp_path / "t.h5"
+    streams = [a_stream(i, a_model(), rows=700 * i + 9, io=True) for i in range(4)]
+    capture = a_capture(mode="streaming", slots=8, policy="lru", cold_reads=True)
+    with TraceWriter(path, a_model(), capture) as writer:
+        for stream in streams[:2]:
+            writer.append(stream)
+        assert [plain(s) for s in read(path).streams] == [plain(s) for s in streams[:2]]
+    with TraceWriter(path, a_model(), capture, resume=True) as writer:
+        for stream in streams[2:]:
+            writer.append(stream)
+        writer.close(complete=True)
+    trace = read(path)
+    assert [plain(s) for s in trace.streams] == [plain(s) for s in streams]
+    assert (trace.capture.policy, trace.capture.cold_reads) == ("lru", True)
+
+
+@pytest.mark.parametrize(("mode", "io"), [("streaming", False), ("resident", True)])
+def test_io_belongs_to_streaming_captures(tmp_path: Path, mode: str, io: bool) -> None:
+    with (
+        TraceWriter(tmp_path / "t.h5", a_model(), a_capture(mode=mode)) as writer,
+        pytest.raises(MoetapError, match="measured I/O"),
+    ):
+        writer.append(a_stream(0, a_model(), io=io))

@@ -111,8 +111,11 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
 
 def test_resuming_what_is_no_trace(tmp_path: Path) -> None:
     (tmp_path / "t.h5").write_text("notes")
-    line = refusal(tmp_path / "t.h5", resume=True)
-    assert line.startswith(f"cannot resume {tmp_path / 't.h5'}: is not an HDF5 file")
+    for how in ({"resume": True}, {"force": True}, {}):
+        assert refusal(tmp_path / "t.h5", **how).startswith(
+            f"{tmp_path / 't.h5'}: exists and is no"
+        )
+    assert (tmp_path / "t.h5").read_text() == "notes"
 
 
 def test_resuming_a_complete_trace(tmp_path: Path) -> None:
@@ -128,10 +131,21 @@ def test_force_overwrites_trace_and_parts(tmp_path: Path) -> None:
     assert ids(path) == ["prompt-0", "prompt-1", "prompt-2"]
     with TraceWriter(path, MODEL, a_capture(), force=True) as writer:
         assert writer.finished == frozenset()
-        assert not path.exists()
+        assert read(path).run_id == old  # until there is something to replace it
         writer.append(STREAMS[3])
+        assert read(path).run_id != old
     assert ids(path) == ["prompt-3"]
     assert read(path).run_id != old
+
+
+def test_force_without_a_stream_leaves_the_old_trace(tmp_path: Path) -> None:
+    path = tmp_path / "t.h5"
+    write(path, STREAMS[:2])
+    before = path.read_bytes()
+    with TraceWriter(path, MODEL, a_capture(), force=True):
+        assert read(path).complete
+    assert path.read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["t.h5"]
 
 
 # Appending

@@ -40,6 +40,26 @@ def ram_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def swap_bytes() -> int | None:
+    """Swap in use, None if the system does not tell."""
+    try:
+        if sys.platform == "darwin":
+            out = subprocess.run(
+                ["/usr/sbin/sysctl", "-n", "vm.swapusage"],
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
+            )
+            # "total = 2048.00M  used = 1023.25M  free = 1024.75M  (encrypted)"
+            return int(float(out.stdout.split("used = ")[1].split("M")[0]) * 2**20)
+        with open("/proc/meminfo") as lines:
+            kib = {k: int(v.split()[0]) for k, _, v in (line.partition(":") for line in lines)}
+        return (kib["SwapTotal"] - kib["SwapFree"]) * 1024
+    except (OSError, subprocess.SubprocessError, LookupError, ValueError):
+        return None
+
+
 def operating_system() -> str:
     """Such as "macOS 26.1 arm64" or "Linux 6.12 x86_64"."""
     if sys.platform == "darwin":

@@ -1,7 +1,7 @@
 """MLX and mlx-lm as moetap uses them: load a model, read its geometry, generate one stream.
 
 Knows mlx-lm's functions and the errors that they raise. Knows nothing about files of ours, prompts'
-meaning or statistics. With `tap` it is the only importer of mlx.
+meaning or statistics.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # transformers advises to install PyTorch when it finds none; moetap uses its tokenizers alone.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -25,12 +25,16 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import stream_generate
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import _download, load_config, load_model, load_tokenizer
+from mlx_lm.utils import _download, _get_classes, load_config, load_model, load_tokenizer
 
 from moetap.capture.geometry import trace_geometry
+from moetap.capture.streaming.kernel import use_row_kernel
 from moetap.capture.tap import find_switches
-from moetap.errors import MoetapError
+from moetap.errors import MoetapError, first_line
 from moetap.trace import ModelInfo
+
+if TYPE_CHECKING:
+    from moetap.capture.streaming.engine import Engine
 
 MLX_VERSION = mx.__version__
 MLX_LM_VERSION = mlx_lm.__version__
@@ -38,11 +42,41 @@ MLX_LM_VERSION = mlx_lm.__version__
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to generate, its tokenizer, and what the trace says about it."""
+    """A model ready to generate, its tokenizer, and what the trace says about it.
+
+    engine: what reads the experts, if they stay on disk.
+    """
 
     model: nn.Module
     tokenizer: TokenizerWrapper
     info: ModelInfo
+    engine: Engine | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A model of which only headers were read: its parameters wait to be evaluated.
+
+    path: its folder. stored: its tensors under the names that the files have.
+    """
+
+    path: Path
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    info: ModelInfo
+    stored: dict[str, mx.array]
+
+    def resident(self, engine: Engine | None = None) -> Loaded:
+        """Read all parameters that the model still has. MoetapError if that fails."""
+        self.stored.clear()
+        use_row_kernel(self.model)
+        try:
+            mx.eval(self.model.parameters())
+        except Exception as error:
+            raise MoetapError(
+                f"{self.path}: reading the weights failed: {first_line(error)}"
+            ) from error
+        return Loaded(self.model, self.tokenizer, self.info, engine)
 
 
 def backend() -> str:
@@ -58,18 +92,25 @@ def device_json() -> str:
 
 
 def load(name: str) -> Loaded:
-    """Load a model folder or Hugging Face id with mlx-lm.
+    """Open a model and read all of its weights. MoetapError as `open_model`, or if that fails."""
+    return open_model(name).resident()
+
+
+def open_model(name: str) -> Opened:
+    """Open a model folder or Hugging Face id with mlx-lm; no weight is read.
 
     Raises MoetapError: no such folder or id, no network, no tokenizer, not loadable by mlx-lm, no
-    routed experts. All but the weights is looked at before the weights are read.
+    routed experts.
     """
     path = _locate(name)
     try:
         config = load_config(path)
         config_json = (path / "config.json").read_text()
-    except (OSError, ValueError) as error:
+        if not isinstance(json.loads(config_json), dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError, AttributeError) as error:
         raise MoetapError(
-            f"{path}: no usable config.json ({_line(error)}); is this a model folder?"
+            f"{path}: no usable config.json ({first_line(error)}); is this a model folder?"
         ) from error
     if not any(path.glob("*token*")):
         raise MoetapError(
@@ -78,22 +119,38 @@ def load(name: str) -> Loaded:
     try:
         tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:
-        raise MoetapError(f"{path}: cannot load the tokenizer: {_line(error)}") from error
+        raise MoetapError(f"{path}: cannot load the tokenizer: {first_line(error)}") from error
     # mlx-lm raises whatever the model file, the config or the weights provoke: ValueError for an
     # unknown type, KeyError or TypeError for a config that lacks a key, RuntimeError for a broken
     # file.
+    stored: dict[str, mx.array] = {}
     try:
-        model, config = load_model(path, lazy=True)
+        model, config = load_model(path, lazy=True, get_model_classes=_keeping(stored))
     except Exception as error:
         raise MoetapError(
-            f"{path}: mlx-lm {MLX_LM_VERSION} cannot load this model: {_line(error)}"
+            f"{path}: mlx-lm {MLX_LM_VERSION} cannot load this model: {first_line(error)}"
         ) from error
+    model.__class__ = type(model).__bases__[0]
     info = _describe(name, path, config, config_json, model)
-    try:
-        mx.eval(model.parameters())
-    except Exception as error:
-        raise MoetapError(f"{path}: reading the weights failed: {_line(error)}") from error
-    return Loaded(model, tokenizer, info)
+    return Opened(path, model, tokenizer, info, stored)
+
+
+def _keeping(stored: dict[str, mx.array]) -> Callable[[dict[str, Any]], tuple[Any, Any]]:
+    """mlx-lm's look-up of a model's classes, changed so that `stored` gets the tensors as the files
+    have them, before the model renames or changes any.
+    """
+
+    def classes(config: dict[str, Any]) -> tuple[Any, Any]:
+        model_class, args_class = _get_classes(config)
+
+        def sanitize(self: Any, weights: dict[str, mx.array]) -> Any:
+            stored.update(weights)
+            original = getattr(model_class, "sanitize", None)
+            return original(self, weights) if original else weights
+
+        return type(model_class.__name__, (model_class,), {"sanitize": sanitize}), args_class
+
+    return classes
 
 
 def _locate(name: str) -> Path:
@@ -115,14 +172,8 @@ def _locate(name: str) -> Path:
     ) as error:  # huggingface_hub: not found, gated, offline, disk; each with types of its own
         raise MoetapError(
             f"{name}: no such folder, and not to be had from Hugging Face "
-            f"({_line(error)}); check the id and the network"
+            f"({first_line(error)}); check the id and the network"
         ) from error
-
-
-def _line(error: BaseException) -> str:
-    """The first line of an error's message, for messages of one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
 def _describe(

@@ -247,6 +247,14 @@ def read_checkpoint(folder: Path, header_only: bool = False) -> Checkpoint:
         ) from error
 
 
+def read_tensors(path: Path) -> list[Tensor]:
+    """The tensors of one safetensors file. MoetapError if it is missing, truncated or none."""
+    try:
+        return _read_header(_Folder(path.parent), path.name, header_only=False)
+    except OSError as error:
+        raise MoetapError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
 def read_repository(repo_id: str) -> Checkpoint:
     """The same for a repository on Hugging Face: from the local cache if it was downloaded, else
     from the network, headers alone.

@@ -31,7 +31,7 @@ from moetap.analysis.ledger import KV_GROUP, Cache, Device
 from moetap.capture import _machine
 from moetap.capture.checkpoint import Checkpoint, default_dtype, weight_dtype
 from moetap.capture.tap import find_switches, tap
-from moetap.errors import MoetapError
+from moetap.errors import MoetapError, first_line
 
 _DTYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
 
@@ -115,7 +115,7 @@ def checkpoint_geometry(checkpoint: Checkpoint, kv_bits: int | None = None) -> t
     except Exception as error:
         raise MoetapError(
             f"{checkpoint.name}: a forward of mlx-lm {mlx_lm.__version__} fails on this config: "
-            f"{_line(error)}"
+            f"{first_line(error)}"
         ) from error
 
 
@@ -136,7 +136,7 @@ def _build(checkpoint: Checkpoint, dtype: str) -> nn.Module:
     except Exception as error:
         raise MoetapError(
             f"{checkpoint.name}: mlx-lm {mlx_lm.__version__} cannot build this model from its "
-            f"config: {_line(error)}"
+            f"config: {first_line(error)}"
         ) from error
     look_up = weight_dtype(checkpoint.tensors)
     model.update(
@@ -172,7 +172,9 @@ def _quantise(cache: list[Any], bits: int) -> None:
                 f"mlx-lm cannot quantise a {type(entry).__name__}; leave --kv-bits out"
             ) from None
         except ValueError as error:
-            raise MoetapError(f"mlx-lm cannot quantise these KV heads: {_line(error)}") from error
+            raise MoetapError(
+                f"mlx-lm cannot quantise these KV heads: {first_line(error)}"
+            ) from error
 
 
 def _try(model: nn.Module, cache: list[Any]) -> None:
@@ -181,7 +183,8 @@ def _try(model: nn.Module, cache: list[Any]) -> None:
         model(mx.zeros((1, 1), mx.int32), cache=cache)
     except Exception as error:
         raise MoetapError(
-            f"mlx-lm cannot run this model with quantised KV ({_line(error)}); leave --kv-bits out"
+            f"mlx-lm cannot run this model with quantised KV ({first_line(error)}); "
+            "leave --kv-bits out"
         ) from error
 
 
@@ -198,9 +201,3 @@ def _entries(cache: list[Any]) -> Iterator[tuple[int, Any]]:
 def _nbytes(entry: Any) -> int:
     """Bytes of every array that a cache object holds."""
     return sum(int(a.nbytes) for _, a in tree_flatten(entry.state) if isinstance(a, mx.array))
-
-
-def _line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -16,10 +16,11 @@ from typing import Any, Protocol
 from moetap._version import __version__
 from moetap.analysis.loops import looped_from
 from moetap.capture import _machine, _mlx
+from moetap.capture.streaming.kernel import ROW_KERNEL
 from moetap.capture.tap import Rows, tap
-from moetap.errors import MoetapError
+from moetap.errors import MoetapError, first_line
 from moetap.prompts import Prompt, PromptMix
-from moetap.trace import NOT_EXECUTED, CaptureInfo, Stream
+from moetap.trace import NOT_EXECUTED, CaptureInfo, ModelInfo, Stream
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Watcher(Protocol):
 
 
 def prepare(
-    loaded: _mlx.Loaded, prompts: Iterable[Prompt], thinking: bool
+    loaded: _mlx.Loaded | _mlx.Opened, prompts: Iterable[Prompt], thinking: bool
 ) -> tuple[list[Task], list[tuple[str, str]]]:
     """Render every prompt with the model's chat template: (tasks, prompts that it cannot render
     with the reason).
@@ -78,9 +79,13 @@ def prepare(
         # Templates are programs of the model's authors: raise_exception() in them, or any failing
         # filter, ends here.
         except Exception as error:
-            refused.append((prompt.id, _mlx._line(error)))
+            refused.append((prompt.id, f"the chat template refuses it ({first_line(error)})"))
             continue
-        tasks.append(Task(prompt, tuple(loaded.tokenizer.encode(text, add_special_tokens=False))))
+        tokens = tuple(loaded.tokenizer.encode(text, add_special_tokens=False))
+        if tokens:
+            tasks.append(Task(prompt, tokens))
+        else:
+            refused.append((prompt.id, "the chat template makes no tokens of it"))
     if not tasks:
         raise MoetapError(
             f"{loaded.info.id}: its chat template renders none of the prompts; "
@@ -122,7 +127,7 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function}
 
 
-def chat_template(loaded: _mlx.Loaded) -> str:
+def chat_template(loaded: _mlx.Loaded | _mlx.Opened) -> str:
     """The template's source, "" if there is none. Several named templates: all of them, as JSON."""
     template = getattr(loaded.tokenizer, "chat_template", None) or ""
     return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
@@ -133,6 +138,7 @@ def describe(
 ) -> CaptureInfo:
     """How this capture is made, for the trace."""
     taken = {task.prompt.id for task in tasks}
+    engine = loaded.engine
     template = chat_template(loaded)
     return CaptureInfo(
         moetap_version=__version__,
@@ -149,6 +155,11 @@ def describe(
         max_tokens=settings.max_tokens,
         prefill_step=settings.prefill_step,
         full_prefill=settings.full_prefill,
+        mode="streaming" if engine else "resident",
+        slots=engine.slots if engine else None,
+        policy=engine.policy if engine else None,
+        cold_reads=engine.cold if engine else None,
+        expert_kernel=ROW_KERNEL,
         mix_name=mix.name,
         mix_version=mix.version,
         mix_sha256=mix.sha256,
@@ -177,22 +188,34 @@ def capture(
 
     Raises MoetapError if the rows of a stream cannot be real (constant, repeated, missing).
     """
+    engine = loaded.engine
     for task in tasks:
         watcher.start(task.prompt.id, len(task.tokens))
+        if engine:
+            engine.start(len(task.tokens), settings.full_prefill)
         with tap(loaded.model, scores=settings.scores, full_prefill=settings.full_prefill) as rows:
-            generated, reason = _mlx.generate(
-                loaded,
-                task.tokens,
-                max_tokens=settings.max_tokens,
-                temp=settings.temp,
-                top_p=settings.top_p,
-                seed=stream_seed(settings.seed, task.prompt),
-                prefill_step=settings.prefill_step,
-                on_prefill=watcher.prefill,
-                on_token=watcher.token,
-            )
+            try:
+                generated, reason = _mlx.generate(
+                    loaded,
+                    task.tokens,
+                    max_tokens=settings.max_tokens,
+                    temp=settings.temp,
+                    top_p=settings.top_p,
+                    seed=stream_seed(settings.seed, task.prompt),
+                    prefill_step=settings.prefill_step,
+                    on_prefill=watcher.prefill,
+                    on_token=watcher.token,
+                )
+            except MoetapError:
+                raise
+            except Exception as error:  # MLX: RuntimeError for all that a device cannot do
+                raise MoetapError(
+                    f"stream {task.prompt.id!r}: generation failed ({first_line(error)}); finished "
+                    "streams are kept, --resume continues"
+                ) from error
             recorded = rows.take()
-        _check(task.prompt.id, recorded, [*task.tokens, *generated[:-1]])
+        measured = engine.take(len(generated)) if engine else None
+        _check(task.prompt.id, recorded, [*task.tokens, *generated[:-1]], loaded.info)
         yield Stream(
             prompt_id=task.prompt.id,
             cls=task.prompt.cls,
@@ -205,10 +228,11 @@ def capture(
             tokens=recorded.tokens,
             position=recorded.position,
             scores=recorded.scores,
+            io=measured,
         )
 
 
-def _check(prompt_id: str, rows: Rows, fed: list[int]) -> None:
+def _check(prompt_id: str, rows: Rows, fed: list[int], model: ModelInfo) -> None:
     """Refuse rows that a working hook cannot produce; a wrong trace is worse than none."""
     if rows.tokens.tolist() != fed:
         raise MoetapError(
@@ -216,6 +240,8 @@ def _check(prompt_id: str, rows: Rows, fed: list[int]) -> None:
             "or not those tokens; "
             "mlx-lm's loop differs from the one this version of moetap knows"
         )
+    if (model.top_k == model.n_experts).all():
+        return  # every row is the set of all experts
     # Router inputs differ from token to token, so whole rows hardly ever repeat while the tokens
     # change. A buffer that is read too late or not at all repeats always.
     changes = rows.tokens[1:] != rows.tokens[:-1]

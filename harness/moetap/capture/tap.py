@@ -45,7 +45,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from numpy.typing import NDArray
 
-from moetap.errors import MoetapError
+from moetap.errors import MoetapError, UsageError
 from moetap.trace import NOT_EXECUTED
 
 _LAYER_NUMBER = re.compile(r"(?:layers|blocks|h)\.(\d+)\.")
@@ -434,6 +434,10 @@ def tap(
     Raises MoetapError if the model has no routed experts that the tap knows, is tapped already, or
     is called with a batch of several streams.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"tap takes the model that mlx_lm.load returned, not {type(model).__name__}"
+        )
     switches = find_switches(model)
     if getattr(type(model), "_moetap", False):
         raise MoetapError(

@@ -12,7 +12,19 @@ import sys
 from collections.abc import Sequence
 
 from moetap._version import __version__
-from moetap.cli import analyze, capture, export, formats, import_, info, ledger, probe
+from moetap.cli import (
+    analyze,
+    capture,
+    export,
+    formats,
+    import_,
+    info,
+    ledger,
+    probe,
+    repack,
+    replay,
+    verify,
+)
 from moetap.errors import MoetapError
 
 
@@ -25,9 +37,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"moetap {__version__}")
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for verb in (capture, info, analyze, ledger, probe, export, import_, formats):
+    for verb in (
+        capture,
+        info,
+        analyze,
+        ledger,
+        probe,
+        replay,
+        export,
+        import_,
+        formats,
+        repack,
+        verify,
+    ):
         verb.add_parser(verbs)
     args = parser.parse_args(argv)
+    # Python leaves these None where the shell closed them (moetap ... >&-).
+    nowhere = open(os.devnull, "w")  # noqa: SIM115, as long-lived as the process
+    sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
     try:
         code: int = args.run(args)
         sys.stdout.flush()
@@ -39,7 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("moetap: interrupted", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader (head, less) has gone. Python would complain once more when it closes stdout at
-        # exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader (head, less) has gone.
+        _discard_output()
         return 0
+    except OSError as error:
+        # What verbs open themselves is reported by them; this is standard output on a full disk.
+        print(f"moetap: error: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        _discard_output()
+        return 1
+
+
+def _discard_output() -> None:
+    """Python flushes standard output at exit, which would fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     traces = [read(path) for path in args.traces]
     pools = by_model(traces) if args.by else [traces]
     studies = [study(group, options) for group in pools]
-    print_studies(studies, args.by_layer)
+    # Files first: printing ends early when the reader of a pipe has seen enough.
     if json_path:
         write_text(json_path, studies_json(studies))
     if csv_folder:
@@ -123,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
         from moetap.report.html import report_html
 
         write_text(html_path, report_html(studies, args.by_layer))
+    print_studies(studies, args.by_layer)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from moetap.errors import MoetapError, UsageError
 
 if TYPE_CHECKING:
+    from moetap.capture._mlx import Loaded, Opened
     from moetap.capture.run import Watcher
 
 
@@ -49,7 +51,12 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--top-p", type=float, default=0.0, help="nucleus sampling (default 0: off)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the sampler (default 0)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the sampler (default 0); each stream's own seed is made of it and the prompt",
+    )
     parser.add_argument(
         "--prefill-step",
         type=int,
@@ -66,6 +73,30 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--thinking", action="store_true", help="let the chat template open a thinking block"
     )
+    parser.add_argument(
+        "--stream",
+        action="store_true",
+        help="leave the experts on disk and read those that a step needs into slots, as many as "
+        "fit this machine (default: only if the model does not fit)",
+    )
+    parser.add_argument(
+        "--slots", type=int, metavar="C", help="stream, with C expert slots per MoE layer"
+    )
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="stream unless all fits into SIZE, such as 6GB"
+    )
+    parser.add_argument(
+        "--resident", action="store_true", help="keep all experts in memory, or fail"
+    )
+    parser.add_argument(
+        "--cold", action="store_true", help="read experts past the page cache when streaming"
+    )
+    parser.add_argument(
+        "--experts",
+        type=Path,
+        metavar="FILE",
+        help="stream the experts from this copy, made by moetap repack",
+    )
     parser.add_argument("--force", action="store_true", help="replace an existing output file")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted capture")
     parser.set_defaults(run=run)
@@ -80,13 +111,13 @@ def run(args: argparse.Namespace) -> int:
     mix = load_jsonl(args.prompts) if args.prompts else load_mix(quick=args.quick)
     output = args.output or _default_output(args.model)
     check_target(output, resume=args.resume, force=args.force)
-    say(f"loading {args.model}")
+    say(f"opening {args.model}")
 
-    from moetap.capture import _mlx
+    from moetap.capture import _machine, _mlx
     from moetap.capture.run import Settings, capture, describe, prepare
     from moetap.models import bundled_model
 
-    loaded = _mlx.load(str(bundled_model(args.model) or args.model))
+    opened = _mlx.open_model(str(bundled_model(args.model) or args.model))
     settings = Settings(
         max_tokens=args.max_tokens,
         temp=args.temp,
@@ -97,10 +128,12 @@ def run(args: argparse.Namespace) -> int:
         scores=args.scores,
         thinking=args.thinking,
     )
-    tasks, refused = prepare(loaded, mix.prompts, settings.thinking)
+    tasks, refused = prepare(opened, mix.prompts, settings.thinking)
     for prompt_id, reason in refused:
-        say(f"left out {prompt_id}: the model's chat template refuses it ({reason})")
+        say(f"left out {prompt_id}: {reason}")
+    loaded = _load(args, opened, max(len(t.tokens) for t in tasks) + args.max_tokens)
     about = describe(loaded, settings, mix, tasks)
+    swap = _machine.swap_bytes()
     try:
         with TraceWriter(
             output, loaded.info, about, resume=args.resume, force=args.force
@@ -115,29 +148,71 @@ def run(args: argparse.Namespace) -> int:
         raise MoetapError(
             f"stopped; finished streams are in {output}, --resume continues"
         ) from stop
+    _warn_of_swapping(swap, _machine.swap_bytes())
     say(f"{n_streams} streams in {output}; next: moetap analyze {output}")
     return 0
 
 
+def _load(args: argparse.Namespace, opened: Opened, context: int) -> Loaded:
+    """Resident or streamed, as asked or as the ledger says; says which and why."""
+    from moetap.analysis.ledger import make_tier
+    from moetap.capture import _machine
+    from moetap.capture.geometry import this_mac
+    from moetap.capture.streaming.choice import choose, parse_memory
+    from moetap.capture.streaming.load import stream
+
+    choice = choose(
+        opened.info,
+        make_tier(round(_machine.ram_bytes() / 2**30), device=this_mac()),
+        context,
+        stream=args.stream or args.cold or args.experts is not None,
+        slots=args.slots,
+        memory_bytes=None if args.memory is None else parse_memory(args.memory),
+        resident=args.resident,
+    )
+    if choice.why:
+        say(choice.why)
+    if choice.slots is None:
+        return opened.resident()
+    loaded = stream(opened, choice.slots, cold=args.cold, experts=args.experts)
+    for warning in loaded.engine.reader.warnings if loaded.engine else ():
+        say(warning)
+    return loaded
+
+
+def _warn_of_swapping(before: int | None, after: int | None) -> None:
+    """The routing is right all the same; measured times are not those of a machine at ease."""
+    if before is not None and after is not None and after - before > 100_000_000:
+        say(
+            f"memory ran short: swap grew by {(after - before) / 1e9:.2f} GB while this ran; do "
+            "not trust its times, and use fewer --slots or a smaller --memory"
+        )
+
+
 def _check(args: argparse.Namespace) -> None:
     for name, ok in (
-        ("max-tokens", args.max_tokens >= 1),
-        ("prefill-step", args.prefill_step >= 1),
-        ("temp", args.temp >= 0),
+        ("max-tokens", 1 <= args.max_tokens < 2**31),
+        ("prefill-step", 1 <= args.prefill_step < 2**31),
+        ("temp", 0 <= args.temp < math.inf),
         ("top-p", 0 <= args.top_p <= 1),
-        ("seed", args.seed >= 0),
+        ("seed", 0 <= args.seed < 2**63),
     ):
         if not ok:
             value = getattr(args, name.replace("-", "_"))
             raise UsageError(f"--{name} {value} is out of range")
+    if not args.model:
+        raise UsageError("--model is empty; give a folder or a Hugging Face id")
     if args.prompts and args.quick:
         raise UsageError("--quick selects from the bundled mix; it does not go with --prompts")
 
 
 def _default_output(model: str) -> Path:
     folder = Path("traces")
-    folder.mkdir(exist_ok=True)
-    return folder / (re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name) + ".h5")
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise MoetapError(f"cannot make the folder {folder} ({error.strerror}); use -o") from error
+    return folder / (re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).resolve().name) + ".h5")
 
 
 def say(line: str) -> None:
@@ -145,12 +220,15 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-class _Stopped(Exception):
+class _Stopped(KeyboardInterrupt):
     """The user asked to stop; raised between two tokens, never inside a write."""
 
 
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, kill, the terminal closed
+
+
 class _Signals:
-    """Turns Ctrl-C and SIGTERM into a flag, so that a write in progress finishes. A second Ctrl-C
+    """Turns these signals into a flag, so that a write in progress finishes. A second Ctrl-C
     interrupts at once.
     """
 
@@ -165,7 +243,7 @@ class _Signals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        before = {n: signal.signal(n, self.handle) for n in (signal.SIGINT, signal.SIGTERM)}
+        before = {n: signal.signal(n, self.handle) for n in _STOP}
         try:
             yield
         finally:

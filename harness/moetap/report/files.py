@@ -16,14 +16,27 @@ def output_path(path: str | Path) -> Path:
     """Check that an output file can be made at `path`, before the work that fills it.
 
     Raises:
-        UsageError: its folder does not exist, or `path` is a folder.
+        UsageError: its folder does not exist; `path` is a folder, or something else that must not
+            be replaced by a file: a device, or a trace.
     """
-    target = Path(path)
+    target = Path(path).resolve()  # what a link points to is replaced, not the link
     if target.is_dir():
         raise UsageError(f"{target} is a folder; name a file in it")
+    if target.exists() and not target.is_file():
+        raise UsageError(f"{target} is a device or pipe; name a file")
+    if target.is_file() and _is_hdf5(target):
+        raise UsageError(f"{target} is an HDF5 file, maybe a trace; name another file")
     if not target.parent.is_dir():
         raise UsageError(f"{target}: folder {target.parent} does not exist; make it first")
     return target
+
+
+def _is_hdf5(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(8) == b"\x89HDF\r\n\x1a\n"
+    except OSError:
+        return False
 
 
 def output_folder(path: str | Path) -> Path:

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
+from moetap.analysis.lanes import COLD_STEPS
+from moetap.analysis.measured import Phase, agreement, measured
 from moetap.report.console import make_console
 from moetap.trace import NOT_EXECUTED, Trace
 
@@ -26,7 +28,10 @@ def print_info(trace: Trace, path: Path) -> None:
         ("model", _model_rows(trace)),
         ("capture", _capture_rows(trace)),
         ("streams", _stream_rows(trace)),
+        ("expert I/O, decode", _io_rows(trace)),
     ):
+        if not rows:
+            continue
         table = Table(
             title=title, title_justify="left", show_header=False, box=None, pad_edge=False
         )
@@ -77,7 +82,8 @@ def _capture_rows(trace: Trace) -> list[tuple[str, str]]:
     )
     thinking = {True: "on", False: "off", None: "no such switch in the chat template"}[c.thinking]
     ram = "" if c.ram_bytes is None else f", {c.ram_bytes / 2**30:.0f} GiB RAM"
-    mode = c.mode + ("" if c.slots is None else f", {c.slots} slots a layer")
+    mode = c.mode + ("" if c.slots is None else f", {c.slots} slots a layer, {c.policy or '?'}")
+    kernel = {"row": "one product a row"}.get(c.expert_kernel or "", "as mlx-lm chooses")
     return [
         ("machine", f"{c.chip}{ram}, {c.os}"),
         (
@@ -94,6 +100,7 @@ def _capture_rows(trace: Trace) -> list[tuple[str, str]]:
             "prefill",
             f"chunks of {c.prefill_step}" + (", every layer computed" if c.full_prefill else ""),
         ),
+        ("expert kernel", kernel),
         ("mode", mode),
         ("scores", c.scores_kind or "not kept"),
     ]
@@ -136,8 +143,58 @@ def _stream_rows(trace: Trace) -> list[tuple[str, str]]:
     return rows
 
 
+def _io_rows(trace: Trace) -> list[tuple[str, str]]:
+    """What a streaming capture measured; nothing for other traces."""
+    if not any(s.io is not None for s in trace.streams):
+        return []
+    everything = measured(trace)
+    cold, steady = measured(trace, "cold"), measured(trace, "steady")
+    where = "past the page cache" if trace.capture.cold_reads else "through the page cache"
+    same = agreement(trace)
+    if same.different:
+        replay = (
+            f"DIFFERENT in {same.different:,} of {same.cells:,} (step, layer) cells, "
+            f"{same.measured:,} measured, {same.replayed:,} replayed: please report"
+        )
+    else:
+        replay = f"equal in all {same.cells:,} (step, layer) cells"
+    bandwidth = everything.bandwidth_bps
+    return [
+        (f"first {COLD_STEPS} steps", _phase(cold)),
+        ("later steps", _phase(steady)),
+        (
+            "reads",
+            f"{everything.read_bytes / 1e9:.3f} GB {where}"
+            + ("" if bandwidth is None else f" at {bandwidth / 1e9:.2f} GB/s"),
+        ),
+        ("time of a step", _time(everything)),
+        ("replayed misses", replay),
+    ]
+
+
+def _phase(phase: Phase) -> str:
+    if phase.hit_rate is None:
+        return "none"
+    return (
+        f"hit rate {phase.hit_rate:.1%}, {phase.misses / phase.steps:.1f} misses and "
+        f"{phase.read_bytes / phase.steps / 1e6:.2f} MB a token, {phase.steps} steps"
+    )
+
+
+def _time(phase: Phase) -> str:
+    """Where it went. The rest is Python, launches, and what MLX computes while it launches."""
+    if not phase.step_s:
+        return "not known"
+    rest = max(0.0, phase.step_s - phase.eval_s - phase.wait_s)
+    return (
+        f"{phase.step_s / phase.steps * 1e3:.1f} ms traced: {phase.eval_s / phase.step_s:.0%} "
+        f"waiting for computation, {phase.wait_s / phase.step_s:.0%} for reads, "
+        f"{rest / phase.step_s:.0%} Python and launches"
+    )
+
+
 def _quantization(text: str) -> str:
-    """mlx-lm's quantisation entry in a line: the rule, and how many modules have one of their own."""
+    """mlx-lm's quantisation entry in a line: the rule, and how many modules differ from it."""
     if not text:
         return "none"
     entry = json.loads(text)

@@ -18,7 +18,7 @@ import numpy as np
 from moetap.errors import MoetapError
 from moetap.store import parts, spec
 from moetap.store.spec import Attribute, Dataset, Header, Record, Rows
-from moetap.trace import CaptureInfo, ModelInfo, Stream, Trace
+from moetap.trace import CaptureInfo, ModelInfo, Stream, StreamIO, Trace
 
 
 def read(path: str | Path) -> Trace:
@@ -32,6 +32,8 @@ def read(path: str | Path) -> Trace:
         line.
     """
     path = Path(path)
+    if not path.name:
+        raise MoetapError(f"{str(path)!r} names no file; give the path of a trace")
     # Parts first, then the file: the writer deletes parts only once the file has them all, so that
     # a part that vanishes meanwhile is found in the file.
     pieces = []
@@ -78,8 +80,9 @@ class TraceFile:
 
     All but the rows is read and checked when it is built.
 
-    records: the streams, in order. n_rows: R. Rows are read, and their checksums verified, by
-    `rows`.
+    records: the streams, in order. n_rows: R. n_steps: decode steps over all streams. has_io: the
+    steps' I/O was measured. Rows and steps are read, and their checksums verified, by `rows` and
+    `io`.
 
     Raises:
         MoetapError: as `read`.
@@ -149,11 +152,28 @@ class TraceFile:
         if kind and _attributes(self._rows["scores"], "/scores")["kind"] != kind:
             raise MoetapError("/scores and /capture disagree on what the scores are")
 
+        self.n_steps = sum(r.n_generated for r in self.records)
+        self.has_io = "io" in root
+        step = (self.n_steps, self.header.model.n_layers)
+        self._io = {
+            d.name: _dataset(_group(root, "/io"), d, step[: len(d.dims)])
+            for d in (spec.IO_DATASETS if self.has_io else ())
+        }
+
     def rows(self, start: int, stop: int) -> Rows:
         """Rows start..stop-1. MoetapError if the chunks that hold them are damaged."""
         with _refusing(self.path):
             got = {name: dataset[start:stop] for name, dataset in self._rows.items()}
             return Rows(got["experts"], got["tokens"], got["position"], got.get("scores"))
+
+    def io(self, start: int, stop: int) -> StreamIO | None:
+        """Decode steps start..stop-1, counted over all streams; None if nothing was measured.
+        MoetapError if the chunks that hold them are damaged.
+        """
+        if not self.has_io:
+            return None
+        with _refusing(self.path):
+            return StreamIO(**{name: dataset[start:stop] for name, dataset in self._io.items()})
 
     def __enter__(self) -> TraceFile:
         return self
@@ -166,11 +186,12 @@ def _load(path: Path) -> Trace:
     """One whole file as a Trace."""
     with TraceFile(path) as file:
         rows = file.rows(0, file.n_rows)
+        io = file.io(0, file.n_steps)
     with _refusing(path):
         return Trace(
             model=file.header.model,
             capture=file.header.capture,
-            streams=tuple(_stream(record, rows) for record in file.records),
+            streams=_streams(file.records, rows, io),
             run_id=file.header.run_id,
             created=file.header.created,
             complete=file.complete,
@@ -178,16 +199,25 @@ def _load(path: Path) -> Trace:
         )
 
 
-def _stream(record: Record, rows: Rows) -> Stream:
-    fields = record._asdict()
-    at = slice(fields.pop("first_row"), record.first_row + fields.pop("n_rows"))
-    return Stream(
-        **fields,
-        experts=rows.experts[at],
-        tokens=rows.tokens[at],
-        position=rows.position[at],
-        scores=None if rows.scores is None else rows.scores[at],
-    )
+def _streams(records: list[Record], rows: Rows, io: StreamIO | None) -> tuple[Stream, ...]:
+    streams = []
+    step = 0
+    for record in records:
+        fields = record._asdict()
+        at = slice(fields.pop("first_row"), record.first_row + fields.pop("n_rows"))
+        steps = slice(step, step + record.n_generated)
+        step = steps.stop
+        streams.append(
+            Stream(
+                **fields,
+                experts=rows.experts[at],
+                tokens=rows.tokens[at],
+                position=rows.position[at],
+                scores=None if rows.scores is None else rows.scores[at],
+                io=None if io is None else StreamIO(*(v[steps] for v in vars(io).values())),
+            )
+        )
+    return tuple(streams)
 
 
 def _records(group: Any) -> list[Record]:

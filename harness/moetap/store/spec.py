@@ -90,6 +90,9 @@ ATTRIBUTES: dict[str, tuple[Attribute, ...]] = {
         Attribute("full_prefill", "uint8"),
         Attribute("mode", TEXT),
         Attribute("slots", "int64", optional=True),
+        Attribute("policy", TEXT, optional=True),
+        Attribute("cold_reads", "uint8", optional=True),
+        Attribute("expert_kernel", TEXT, optional=True),
         Attribute("mix_name", TEXT),
         Attribute("mix_version", TEXT),
         Attribute("mix_sha256", TEXT),
@@ -129,11 +132,25 @@ ROW_DATASETS = (
     Dataset("scores", "float16", ("row", "moe_layer", "slot"), optional=True),
 )
 
+# The group is there as a whole or not at all. Fields are named as in `trace.StreamIO`.
+IO_DATASETS = (
+    Dataset("misses", "uint16", ("decode_step", "moe_layer"), optional=True),
+    Dataset("read_bytes", "int64", ("decode_step", "moe_layer"), optional=True),
+    Dataset("read_s", "float32", ("decode_step", "moe_layer"), optional=True),
+    Dataset("wait_s", "float32", ("decode_step", "moe_layer"), optional=True),
+    Dataset("eval_s", "float32", ("decode_step", "moe_layer"), optional=True),
+    Dataset("step_s", "float32", ("decode_step",), optional=True),
+)
+
 DATASETS: dict[str, tuple[Dataset, ...]] = {
     "/": ROW_DATASETS,
     "/model": MODEL_DATASETS,
     "/streams": STREAM_DATASETS,
+    "/io": IO_DATASETS,
 }
+
+STREAMING = "streaming"
+"""The capture mode in which the writer wants, and stores, each stream's `io`."""
 
 STREAM_FIELD = {"class": "cls"}
 """Column of /streams -> field of `trace.Stream`, where the two differ."""

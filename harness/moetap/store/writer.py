@@ -30,7 +30,14 @@ from moetap.errors import MoetapError, UsageError
 from moetap.store import disk, parts, spec
 from moetap.store.reader import TraceFile, check_same_run
 from moetap.store.spec import Attribute, Dataset, Header, Record, Rows
-from moetap.trace import NOT_EXECUTED, CaptureInfo, ModelInfo, Stream, check_stream
+from moetap.trace import (
+    NOT_EXECUTED,
+    CaptureInfo,
+    ModelInfo,
+    Stream,
+    StreamIO,
+    check_stream,
+)
 
 # A resumed capture must be what an uninterrupted one would have been. Machine and operating
 # system may differ: a long capture may move to another Mac of the same backend and versions.
@@ -51,6 +58,9 @@ _SAME_CAPTURE = (
     "full_prefill",
     "mode",
     "slots",
+    "policy",
+    "cold_reads",
+    "expert_kernel",
     "mix_sha256",
     "n_prompts",
     "chat_template_sha256",
@@ -60,6 +70,10 @@ _SAME_CAPTURE = (
     "mlx_version",
     "mlx_lm_version",
 )
+
+
+_HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_LONGEST_NAME = 255 - len(".parts")  # bytes; macOS and Linux allow 255
 
 
 def check_target(path: str | Path, *, resume: bool, force: bool) -> None:
@@ -79,6 +93,12 @@ def check_target(path: str | Path, *, resume: bool, force: bool) -> None:
     # os.path rather than Path: a folder that may not be entered is an answer, not an exception.
     if os.path.isdir(path):
         raise MoetapError(f"{path}: is a folder; name a file in it, such as {path / 'trace.h5'}")
+    if os.path.lexists(path) and not (os.path.isfile(path) and _is_hdf5(path)):
+        raise MoetapError(f"{path}: exists and is no trace; choose another output")
+    if os.path.exists(path.parent) and not os.path.isdir(path.parent):
+        raise MoetapError(f"{path}: {path.parent} is a file, not a folder; choose another output")
+    if len(os.fsencode(path.name)) > _LONGEST_NAME:
+        raise MoetapError(f"{path}: the name is too long; choose a shorter one")
     if not os.path.isdir(path.parent):
         raise MoetapError(f"{path}: the folder {path.parent} does not exist; create it first")
     if not os.access(path.parent, os.W_OK | os.X_OK):
@@ -87,6 +107,15 @@ def check_target(path: str | Path, *, resume: bool, force: bool) -> None:
         )
     disk.check_unlocked(parts.folder(path))
     _check_existing(path, resume, force)
+
+
+def _is_hdf5(path: Path) -> bool:
+    """By the first bytes. Whether it is a trace is not asked: a damaged one may be replaced too."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_HDF5_SIGNATURE)) in (_HDF5_SIGNATURE, b"")
+    except OSError:
+        return False
 
 
 def _check_existing(path: Path, resume: bool, force: bool) -> None:
@@ -121,7 +150,8 @@ class TraceWriter:
     """Writes one trace; a context manager.
 
     path: the trace file, which appears when the writer is closed. With `resume`, its finished
-    streams are kept and `model` and `capture` must agree with it; with `force`, it is deleted.
+    streams are kept and `model` and `capture` must agree with it; with `force`, it is replaced when
+    the first stream is appended.
 
     Leaving the context without `close`, by an exception or not, closes the trace as incomplete and
     resumable.
@@ -158,23 +188,27 @@ class TraceWriter:
         for leftover in parts.temporaries(self.path):
             leftover.unlink()
         if force:
-            # Parts first: streams of two runs must never lie side by side.
             self._remove_parts()
-            self.path.unlink(missing_ok=True)
+        # A trace that is to be replaced stays until the first new stream is there to replace it;
+        # until then nothing of the new run is on the disk: two runs must never lie side by side.
+        self._replaces = force and self.path.exists()
         disk.sync(self.path.parent)
         self._finished: dict[str, None] = {}
         self._next = 1 + max((parts.number_of(p) for p in parts.listing(self.path)), default=0)
-        found = _sources(self.path)
+        found = [] if self._replaces else _sources(self.path)
         if not found:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             self._header = Header(model, capture, uuid.uuid4().hex, now)
-            self._write_part(0, [], [])
+            if not self._replaces:
+                self._write_part(0, [], [], [])
             return
         for number, source in enumerate(found):
             with TraceFile(source) as file:
                 if number == 0:
                     self._header = file.header
                     _check_settings(self.path, file.header, model, capture)
+                if file.has_io != (capture.mode == spec.STREAMING):
+                    raise MoetapError(f"{self.path}: cannot resume, its I/O was not measured")
                 check_same_run(str(source), file.header.run_id, str(found[0]), self._header.run_id)
                 self._finished.update((r.prompt_id, None) for r in file.records)
 
@@ -188,8 +222,8 @@ class TraceWriter:
 
         Raises:
             MoetapError: the stream is impossible for this model, stored already or lacks (or has
-                unexpected) scores; or the disk failed, in which case everything appended before is
-                safe.
+                unexpected) scores or measured I/O; or the disk failed, in which case everything
+                appended before is safe.
         """
         self._check(stream)
         record = Record(
@@ -199,7 +233,11 @@ class TraceWriter:
         number = self._next
         self._next += 1  # first: an interrupted append may have stored its part already
         with self._blaming(f"cannot store stream {stream.prompt_id!r}"):
-            self._write_part(number, [record], [rows])
+            if self._replaces:
+                self.path.unlink()
+                self._replaces = False
+                self._write_part(0, [], [], [])
+            self._write_part(number, [record], [rows], [stream.io] if stream.io else [])
         self._finished[stream.prompt_id] = None
 
     def close(self, complete: bool) -> None:
@@ -224,7 +262,8 @@ class TraceWriter:
 
         def work() -> None:
             try:
-                self._merge(complete)
+                if not self._replaces:  # else no stream came: the old trace stays
+                    self._merge(complete)
             finally:
                 self._lock.release()
 
@@ -260,15 +299,23 @@ class TraceWriter:
             raise MoetapError(
                 f"{who}: has {'no ' if kind else ''}scores, but scores_kind is {kind!r}"
             )
-        for item in spec.ROW_DATASETS:
-            value = getattr(stream, item.name)
+        if (stream.io is not None) != (self._header.capture.mode == spec.STREAMING):
+            raise MoetapError(
+                f"{who}: has {'no ' if stream.io is None else ''}measured I/O, but the capture's "
+                f"mode is {self._header.capture.mode!r}"
+            )
+        values = {item: getattr(stream, item.name) for item in spec.ROW_DATASETS}
+        values |= {item: getattr(stream.io, item.name, None) for item in spec.IO_DATASETS}
+        for item, value in values.items():
             if value is not None and value.dtype != item.dtype:
                 raise MoetapError(f"{who}: {item.name} are {value.dtype}, expected {item.dtype}")
 
-    def _write_part(self, number: int, records: list[Record], blocks: list[Rows]) -> None:
+    def _write_part(
+        self, number: int, records: list[Record], blocks: list[Rows], io_blocks: list[StreamIO]
+    ) -> None:
         # Built in memory: HDF5 does not survive a full disk (see disk.Sink), and a stream is small.
         image = io.BytesIO()
-        _write(image, self._header, False, records, blocks)
+        _write(image, self._header, False, records, blocks, io_blocks)
         final = parts.part_file(self.path, number)
         temporary = final.with_suffix(".tmp")
         try:
@@ -300,7 +347,8 @@ class TraceWriter:
             sink = disk.Sink(temporary)
             try:
                 with sink:
-                    _write(sink, self._header, complete, records, _copy(sources, sink))
+                    rows, steps = _copy(sources, sink), _copy_io(sources, sink)
+                    _write(sink, self._header, complete, records, rows, steps)
             finally:
                 _check_sink(sink)  # the reason of whatever HDF5 made of dropped writes
             disk.publish(temporary, self.path)
@@ -345,6 +393,17 @@ def _copy(sources: list[Path], sink: disk.Sink) -> Iterator[Rows]:
                 yield file.rows(start, min(start + spec.CHUNK_ROWS, file.n_rows))
 
 
+def _copy_io(sources: list[Path], sink: disk.Sink) -> Iterator[StreamIO]:
+    """The measured steps of all sources, a bounded number at a time."""
+    for source in sources:
+        with TraceFile(source) as file:
+            for start in range(0, file.n_steps, spec.CHUNK_ROWS):
+                _check_sink(sink)
+                block = file.io(start, min(start + spec.CHUNK_ROWS, file.n_steps))
+                if block is not None:
+                    yield block
+
+
 def _check_sink(sink: disk.Sink) -> None:
     if sink.error is not None:
         raise sink.error
@@ -370,10 +429,12 @@ def _write(
     complete: bool,
     records: list[Record],
     blocks: Iterable[Rows],
+    io_blocks: Iterable[StreamIO],
 ) -> None:
     """Write one file of the format into `target`, which must be empty.
 
-    blocks: the rows of all records, in order, in pieces of any length.
+    blocks, io_blocks: the rows and the measured decode steps of all records, in order, in pieces of
+    any length.
     """
     model, capture = header.model, header.capture
     n_rows = sum(r.n_rows for r in records)
@@ -415,6 +476,21 @@ def _write(
             for name, dataset in rows.items():
                 dataset[row:stop] = getattr(block, name)
             row = stop
+        if capture.mode == spec.STREAMING:
+            _put_io(file.create_group("io"), records, cell[1], io_blocks)
+
+
+def _put_io(group: Any, records: list[Record], n_layers: int, blocks: Iterable[StreamIO]) -> None:
+    cell = (sum(r.n_generated for r in records), n_layers)
+    datasets = {
+        item.name: _create(group, item, cell[: len(item.dims)]) for item in spec.IO_DATASETS
+    }
+    step = 0
+    for block in blocks:
+        stop = step + block.n_steps
+        for name, dataset in datasets.items():
+            dataset[step:stop] = getattr(block, name)
+        step = stop
 
 
 def _create(group: Any, item: Dataset, shape: tuple[int, ...], dtype: Any = None) -> Any:

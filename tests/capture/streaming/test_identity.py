@@ -1,0 +1,161 @@
+"""Streamed runs equal resident ones to the bit: tokens, log-probabilities, routing.
+
+The issue's grid, C in {k, k+1, 16, 64, E} x prompts of {1, 63, 64, 65, 513, 4096} tokens x prefill
+steps {64, 512, 2048}, is sampled where its members would do the same: a step beyond a prompt's
+length changes nothing, so short prompts run with one, and 4096 tokens, which take half a minute
+each, run at C = k in chunks of 2048 and at C = 64 in chunks of 512. Everything else of the grid is
+run on the bundled model; families and quantisations, on small random models, with a prompt of one
+chunk and one of several.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from families import FAMILIES
+from modeldir import make_model_dir
+
+from moetap.capture import _mlx
+from moetap.capture.run import Settings, capture, prepare
+from moetap.capture.streaming.load import stream
+from moetap.capture.streaming.selfcheck import arbitrary_tokens, difference, run
+from moetap.models import bundled_model
+from moetap.prompts import load_mix
+from moetap.trace import NOT_EXECUTED
+
+K, E = 8, 256
+BUNDLED = str(bundled_model("tiny-qwen3_5-moe"))
+N_TOKENS = 3
+
+
+class Silent:
+    def start(self, prompt_id, n_prompt): ...
+
+    def prefill(self, done, total): ...
+
+    def token(self, n_generated): ...
+
+
+@cache
+def bundled(slots: int | None) -> _mlx.Loaded:
+    opened = _mlx.open_model(BUNDLED)
+    return opened.resident() if slots is None else stream(opened, slots)
+
+
+@cache
+def expected(n_prompt: int, step: int):
+    resident = bundled(None)
+    return run(resident, arbitrary_tokens(resident, n_prompt), step, N_TOKENS)
+
+
+GRID = [
+    *((c, n, 64) for c in (K, K + 1, 16, 64, E) for n in (1, 63, 64, 65, 513)),
+    *((c, 513, 512) for c in (K, K + 1, 16, 64, E)),
+    *((c, 513, 2048) for c in (K, 64)),
+    *((c, 65, 2048) for c in (K, K + 1, 16)),
+    (K, 4096, 2048),
+    (64, 4096, 512),
+]
+
+
+@pytest.mark.parametrize(("slots", "n_prompt", "step"), GRID)
+def test_bundled_model(slots, n_prompt, step):
+    streamed = bundled(slots)
+    got = run(streamed, arbitrary_tokens(streamed, n_prompt), step, N_TOKENS)
+    assert difference(expected(n_prompt, step), got) == ""
+
+
+@pytest.mark.parametrize("full_prefill", [False, True])
+def test_a_whole_capture(full_prefill):
+    """Sampled, with scores; layers that prefill leaves out are left out by both."""
+    settings = Settings(
+        max_tokens=12, temp=0.8, prefill_step=128, scores=True, full_prefill=full_prefill
+    )
+    tasks, _ = prepare(bundled(None), load_mix(quick=True).prompts[:2], thinking=False)
+    a, b = (list(capture(bundled(c), tasks, settings, Silent())) for c in (None, 16))
+    for x, y in zip(a, b, strict=True):
+        assert np.array_equal(x.tokens, y.tokens)
+        assert np.array_equal(x.experts, y.experts)
+        assert np.array_equal(x.scores, y.scores, equal_nan=True)
+        assert (x.prefill() == NOT_EXECUTED).any() != full_prefill
+        assert x.io is None and y.io is not None and y.io.n_steps == y.n_generated
+
+
+def compare(folder, slots=None):
+    """Resident against streamed, for prompts of one chunk and of several."""
+    resident = _mlx.load(str(folder))
+    k, n = resident.info.max_top_k, int(resident.info.n_experts.max())
+    for c in slots or (k, k + 1, n):
+        streamed = stream(_mlx.open_model(str(folder)), c)
+        for n_prompt, step in ((1, 16), (70, 16), (70, 2048)):
+            prompt = arbitrary_tokens(resident, n_prompt)
+            a, b = (run(m, prompt, step) for m in (resident, streamed))
+            assert difference(a, b) == "", (c, n_prompt, step)
+        streamed.engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("quantization", [None, {"group_size": 32, "bits": 4}], ids=["plain", "4"])
+def test_families(tmp_path, family, quantization):
+    compare(make_model_dir(tmp_path / "m", family, quantization=quantization))
+
+
+QUANTISATIONS = [
+    *({"group_size": 32, "bits": bits} for bits in (2, 3, 4, 5, 6, 8)),
+    {"group_size": 64, "bits": 4},
+    {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+    {"group_size": 32, "bits": 8, "mode": "mxfp8"},
+    {"group_size": 16, "bits": 4, "mode": "nvfp4"},
+]
+
+
+@pytest.mark.parametrize(
+    "quantization", QUANTISATIONS, ids=lambda q: f"{q.get('mode', 'affine')}-{q['bits']}"
+)
+def test_quantisations(tmp_path, quantization):
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
+    folder = make_model_dir(tmp_path / "m", quantization=quantization, **sizes)
+    compare(folder, slots=(4, 7))
+
+
+def test_two_matrices_an_expert(tmp_path):
+    """SwitchMLP instead of SwitchGLU, and all trailing MoE layers idle in prefill."""
+    config = {
+        "vocab_size": 257,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 5,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attention_bias": False,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "mamba_proj_bias": False,
+        "ssm_state_size": 16,
+        "conv_kernel": 4,
+        "n_groups": 2,
+        "mlp_bias": False,
+        "layer_norm_epsilon": 1e-5,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "hybrid_override_pattern": ["E", "M", "*", "E", "E"],
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "n_group": 1,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "time_step_limit": [0.0, 100.0],
+    }
+    folder = make_model_dir(tmp_path / "m", "nemotron_h", **config)
+    compare(folder)
+    resident = _mlx.load(str(folder))
+    rows = run(resident, arbitrary_tokens(resident, 70), 16).experts
+    assert (rows[:69, 1:] == NOT_EXECUTED).all() and (rows[:69, 0] != NOT_EXECUTED).all()
