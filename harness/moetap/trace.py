@@ -111,6 +111,7 @@ class CaptureInfo:
     left_out: str = ""  # ids of prompts that the chat template refused, separated by commas
     chat_template_sha256: str = ""
     thinking: bool | None = None  # None: the chat template has no such switch
+    untraced_tokens_per_s: float | None = None  # decode rate of one resident stream, not tapped
     scores_kind: str = ""  # "" when no scores were kept, else what they are
 
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from unionkit import golden_streams, golden_trace, make_model, make_stream, make_trace
 
 from moetap.analysis.pool import pool
 from moetap.analysis.strata import layer_groups, strata
 from moetap.errors import MoetapError, UsageError
+from moetap.report.words import left_out
 
 
 def test_prompts_that_coincide_stay_distinct_streams():
@@ -75,3 +78,19 @@ def test_layer_groups_are_contiguous_and_at_most_four():
         "3",
         "5",
     ]
+
+
+def test_streams_of_one_prompt_count_once():
+    """The same capture under another run id must not pose as independent streams."""
+    model = golden_trace().model
+    hashed = [replace(s, prompt_sha256=f"hash-{s.prompt_id}") for s in golden_streams()]
+    twin = make_trace(model, hashed, run_id="2")
+    one = pool([make_trace(model, hashed, run_id="1")])
+    both = pool([make_trace(model, hashed, run_id="1"), twin])
+    assert (one.n_streams, one.n_repeated) == (4, 0)
+    assert (both.n_streams, both.n_repeated) == (4, 4)
+    assert "4 streams of a prompt that occurs before left out." in left_out(both)
+    assert left_out(one) == ""
+    # Without hashes nothing is known, and nothing is left out.
+    bare = [make_trace(model, golden_streams(), run_id=r) for r in "12"]
+    assert (pool(bare).n_streams, pool(bare).n_repeated) == (8, 0)

@@ -294,6 +294,18 @@ class TestNothingIsLost:
         assert trace.read_bytes() == sample.read_bytes()
         assert not Path("/dev/null").is_file()
 
+    def test_outputs_are_neither_inputs_nor_each_other(self, capsys, tmp_path):
+        sample = Path(__file__).parents[2] / "traces" / "sample" / "demo.h5"
+        both = tmp_path / "out"
+        line = fails(capsys, 2, "analyze", sample, "--json", both, "--report", both)
+        assert "named twice" in line and not both.exists()
+        criteria = tmp_path / "criteria.toml"
+        from moetap.criteria import DEFAULT
+
+        criteria.write_text(DEFAULT.read_text())
+        fails(capsys, 2, "analyze", sample, "--criteria", criteria, "--json", criteria)
+        assert criteria.read_text() == DEFAULT.read_text()
+
     def test_reports_are_written_although_nobody_reads_the_tables(self, tmp_path):
         sample = Path(__file__).parents[2] / "traces" / "sample" / "demo.h5"
         process = subprocess.Popen(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,9 @@ from unionkit import golden_trace, make_model, make_stream, make_trace
 
 import moetap.store
 from moetap.cli import main
+from moetap.store import TraceWriter, read
+
+SAMPLE = Path(__file__).parents[2] / "traces" / "sample" / "demo.h5"
 
 
 @pytest.fixture
@@ -134,3 +139,30 @@ def test_plots(analyze, tmp_path):
         for theme in ("", "-dark")
         for ext in ("png", "svg")
     }
+
+
+def test_reads_beside_the_untraced_decode_rate(capsys, tmp_path):
+    """By hand: 125 tokens/s are 8 ms a step. The cold step of one lane reads io_s seconds; with no
+    overlap the step takes io_s + 8 ms, with full overlap the longer of the two.
+    """
+    sample = read(SAMPLE)
+    known = replace(sample.capture, untraced_tokens_per_s=125.0)
+    path = tmp_path / "t.h5"
+    with TraceWriter(path, sample.model, known) as writer:
+        for stream in sample.streams:
+            writer.append(stream)
+        writer.close(complete=True)
+    for source, rate in ((path, 125.0), (SAMPLE, None)):
+        out = tmp_path / "a.json"
+        options = ["--only", "time", "--ssd", "0.01", "--json", str(out)]
+        assert main(["analyze", str(source), *options]) == 0
+        text = capsys.readouterr().out
+        line = json.loads(out.read_text())["studies"][0]["time"]["lines"][0]["slow"]
+        if rate is None:
+            assert "no untraced decode rate" in text
+            assert line["no_overlap_lane_tokens_per_s"] is None
+            continue
+        assert "beside the 125 tokens/s" in text
+        io_s = line["step_s"]
+        assert line["no_overlap_lane_tokens_per_s"] == pytest.approx(1 / (io_s + 0.008))
+        assert line["full_overlap_lane_tokens_per_s"] == pytest.approx(1 / max(io_s, 0.008))

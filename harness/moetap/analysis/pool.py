@@ -28,6 +28,7 @@ class Origin:
     temp: float
     top_p: float
     seed: int
+    untraced_tokens_per_s: float | None  # decode rate of one resident stream, None if not known
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +38,8 @@ class Pool:
     rows: per stream (steps, L, K) uint16, looped tails left out unless kept. classes: per stream.
     n_looped, n_looped_rows: streams with a looped tail, and the decode rows in those tails.
     n_empty: streams that have no decode row left.
+    n_repeated: streams left out because an earlier one has the same prompt (by its hash): streams
+        of one prompt share more than independent ones and would make every interval too narrow.
     """
 
     model: ModelInfo
@@ -47,11 +50,18 @@ class Pool:
     n_looped: int
     n_looped_rows: int
     n_empty: int
+    n_repeated: int
 
     @property
     def complete(self) -> bool:
         """False if any of the traces is incomplete."""
         return all(origin.complete for origin in self.origins)
+
+    @property
+    def untraced_tokens_per_s(self) -> float | None:
+        """The slowest of the traces' machines; None unless every trace knows its rate."""
+        rates = [origin.untraced_tokens_per_s for origin in self.origins]
+        return None if None in rates else min(rate for rate in rates if rate is not None)
 
     @property
     def n_streams(self) -> int:
@@ -62,8 +72,8 @@ class Pool:
 def pool(traces: Sequence[Trace], keep_loops: bool = False) -> Pool:
     """Put the streams of traces of one model together.
 
-    Streams are told apart by place, not by prompt id, so that the same prompt may occur in several
-    traces.
+    Streams are told apart by place, not by prompt id, which may mean different prompts in different
+    traces. Of streams of one prompt the first counts.
 
     Raises:
         UsageError: the traces are of different models, or two are the same run.
@@ -80,7 +90,8 @@ def pool(traces: Sequence[Trace], keep_loops: bool = False) -> Pool:
                     f"{_name(earlier)} and {_name(trace)} are the same run ({trace.run_id}); "
                     "name it once"
                 )
-    streams: list[Stream] = [stream for trace in traces for stream in trace.streams]
+    everything = [stream for trace in traces for stream in trace.streams]
+    streams = _first_of_each_prompt(everything)
     looped = [stream for stream in streams if stream.looped_from >= 0]
     decoded = [(stream.decode(keep_loops), stream.cls) for stream in streams]
     kept = [(rows, cls) for rows, cls in decoded if len(rows)]
@@ -95,7 +106,19 @@ def pool(traces: Sequence[Trace], keep_loops: bool = False) -> Pool:
         n_looped=len(looped),
         n_looped_rows=sum(stream.n_generated - stream.looped_from for stream in looped),
         n_empty=len(streams) - len(kept),
+        n_repeated=len(everything) - len(streams),
     )
+
+
+def _first_of_each_prompt(streams: Sequence[Stream]) -> list[Stream]:
+    """Without later streams of a prompt seen before. Streams without a hash are all kept."""
+    seen: set[str] = set()
+    first = []
+    for stream in streams:
+        if not stream.prompt_sha256 or stream.prompt_sha256 not in seen:
+            seen.add(stream.prompt_sha256)
+            first.append(stream)
+    return first
 
 
 def _name(trace: Trace) -> str:
@@ -112,6 +135,7 @@ def _origin(trace: Trace) -> Origin:
         temp=trace.capture.temp,
         top_p=trace.capture.top_p,
         seed=trace.capture.seed,
+        untraced_tokens_per_s=trace.capture.untraced_tokens_per_s,
     )
 
 

@@ -258,36 +258,50 @@ def _ledger(
 def _time(
     unions: UnionTable | None, cached: CacheTable | None, bandwidth: Bandwidth | None
 ) -> TimeTable:
-    """Bytes read per step, B x bytes per token, at the bandwidth.
-
-    No trace records an untraced decode rate yet, so there is no compute bound.
+    """Bytes read per step, B x bytes per token, at the bandwidth, next to the decode rate that the
+    traces' machine reached untraced.
     """
     assert unions is not None and cached is not None
     if bandwidth is None:
         return TimeTable(None, (), "no SSD bandwidth given: --ssd GB/s, or a machine of the table")
     if not np.all(unions.pool.model.expert_bytes > 0):
         return TimeTable(bandwidth, (), "the trace does not record the size of an expert")
+    rate = unions.pool.untraced_tokens_per_s
     lines = []
     for figure in unions.select(unions.strata[0], ("overall",)):
         size = figure.values.bytes_per_token if figure.values else None
         missing = figure.missing or "" if size is None else ""
         lines.append(
-            _line(figure.b, None, "all", None if size is None else size.value, bandwidth, missing)
+            _line(
+                figure.b,
+                None,
+                "all",
+                None if size is None else size.value,
+                bandwidth,
+                rate,
+                missing,
+            )
         )
         for c in cached.capacities:
             for phase in ("all", "steady"):
                 line = cached.find("all", figure.b, c, phase)
                 size = line.values.bytes_per_token if line.values else None
                 value = None if size is None else size.value
-                lines.append(_line(figure.b, c, phase, value, bandwidth, line.missing))
+                lines.append(_line(figure.b, c, phase, value, bandwidth, rate, line.missing))
     return TimeTable(bandwidth, tuple(lines))
 
 
 def _line(
-    b: int, capacity: int | None, phase: str, per_token: float | None, ssd: Bandwidth, missing: str
+    b: int,
+    capacity: int | None,
+    phase: str,
+    per_token: float | None,
+    ssd: Bandwidth,
+    rate: float | None,
+    missing: str,
 ) -> TimeLine:
     if per_token is None:
         why = missing or "a layer was never executed"
         return TimeLine(b, capacity, phase, None, None, why)
-    slow, fast = (time_bound(b * per_token, b, bps) for bps in (ssd.low_bps, ssd.high_bps))
+    slow, fast = (time_bound(b * per_token, b, bps, rate) for bps in (ssd.low_bps, ssd.high_bps))
     return TimeLine(b, capacity, phase, slow, fast)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -134,7 +135,11 @@ def chat_template(loaded: _mlx.Loaded | _mlx.Opened) -> str:
 
 
 def describe(
-    loaded: _mlx.Loaded, settings: Settings, mix: PromptMix, tasks: Sequence[Task]
+    loaded: _mlx.Loaded,
+    settings: Settings,
+    mix: PromptMix,
+    tasks: Sequence[Task],
+    untraced_tokens_per_s: float | None = None,
 ) -> CaptureInfo:
     """How this capture is made, for the trace."""
     taken = {task.prompt.id for task in tasks}
@@ -167,6 +172,7 @@ def describe(
         left_out=",".join(p.id for p in mix.prompts if p.id not in taken),
         chat_template_sha256=hashlib.sha256(template.encode()).hexdigest(),
         thinking=settings.thinking if "enable_thinking" in template else None,
+        untraced_tokens_per_s=untraced_tokens_per_s,
         scores_kind="gate weights as applied to the experts' outputs" if settings.scores else "",
     )
 
@@ -179,6 +185,30 @@ def stream_seed(seed: int, prompt: Prompt) -> int:
     """
     digest = hashlib.sha256(f"{seed}:{prompt.sha256}".encode()).digest()
     return int.from_bytes(digest[:4], "big")
+
+
+_RATE_TOKENS = 33  # the first one ends the prefill and is not timed
+
+
+def untraced_rate(loaded: _mlx.Loaded, task: Task, settings: Settings) -> float | None:
+    """Decode rate in tokens/s of a short untapped run, None if the experts are not in memory or the
+    stream ends within 8 tokens. No rate of a traced run is quoted without it.
+    """
+    if loaded.engine:
+        return None
+    stamps: list[float] = []
+    _mlx.generate(
+        loaded,
+        task.tokens,
+        max_tokens=min(_RATE_TOKENS, settings.max_tokens),
+        temp=settings.temp,
+        top_p=settings.top_p,
+        seed=stream_seed(settings.seed, task.prompt),
+        prefill_step=settings.prefill_step,
+        on_prefill=lambda _done, _total: None,
+        on_token=lambda _n: stamps.append(time.perf_counter()),
+    )
+    return (len(stamps) - 1) / (stamps[-1] - stamps[0]) if len(stamps) > 8 else None
 
 
 def capture(

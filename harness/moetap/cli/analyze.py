@@ -98,7 +98,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Analyse the traces and print the tables. Returns the exit code."""
     from moetap.analysis.study import by_model, study
-    from moetap.report.files import output_folder, output_path, write_text
+    from moetap.report.files import check_outputs, output_folder, output_path, write_text
     from moetap.report.study import print_studies
     from moetap.report.summary_files import studies_json
     from moetap.store import read
@@ -109,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
     html_path = output_path(args.report) if args.report else None
     csv_folder = output_folder(args.csv) if args.csv else None
     plot_folder = output_folder(args.plots) if args.plots else None
+    criteria = [args.criteria] if args.criteria else []
+    check_outputs([p for p in (json_path, html_path) if p], [*map(Path, args.traces), *criteria])
     traces = [read(path) for path in args.traces]
     pools = by_model(traces) if args.by else [traces]
     studies = [study(group, options) for group in pools]

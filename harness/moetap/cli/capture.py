@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     say(f"opening {args.model}")
 
     from moetap.capture import _machine, _mlx
-    from moetap.capture.run import Settings, capture, describe, prepare
+    from moetap.capture.run import Settings, capture, describe, prepare, untraced_rate
     from moetap.models import bundled_model
 
     opened = _mlx.open_model(str(bundled_model(args.model) or args.model))
@@ -132,7 +132,10 @@ def run(args: argparse.Namespace) -> int:
     for prompt_id, reason in refused:
         say(f"left out {prompt_id}: {reason}")
     loaded = _load(args, opened, max(len(t.tokens) for t in tasks) + args.max_tokens)
-    about = describe(loaded, settings, mix, tasks)
+    # The shortest prompt: only decoding is timed. A resumed trace keeps the rate it began with.
+    shortest = min(tasks, key=lambda task: len(task.tokens))
+    rate = None if args.resume else untraced_rate(loaded, shortest, settings)
+    about = describe(loaded, settings, mix, tasks, rate)
     swap = _machine.swap_bytes()
     try:
         with TraceWriter(

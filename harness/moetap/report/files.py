@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from moetap.errors import MoetapError, UsageError
@@ -37,6 +38,19 @@ def _is_hdf5(path: Path) -> bool:
             return file.read(8) == b"\x89HDF\r\n\x1a\n"
     except OSError:
         return False
+
+
+def check_outputs(outputs: Sequence[Path], inputs: Sequence[Path]) -> None:
+    """Refuse outputs that would replace an input or each other.
+
+    Raises:
+        UsageError: two of the paths are the same file.
+    """
+    seen = {path.resolve() for path in inputs}
+    for output in outputs:
+        if output in seen:
+            raise UsageError(f"{output} is named twice, or is an input; name another file")
+        seen.add(output)
 
 
 def output_folder(path: str | Path) -> Path:

@@ -84,6 +84,8 @@ def _capture_rows(trace: Trace) -> list[tuple[str, str]]:
     ram = "" if c.ram_bytes is None else f", {c.ram_bytes / 2**30:.0f} GiB RAM"
     mode = c.mode + ("" if c.slots is None else f", {c.slots} slots a layer, {c.policy or '?'}")
     kernel = {"row": "one product a row"}.get(c.expert_kernel or "", "as mlx-lm chooses")
+    untraced = c.untraced_tokens_per_s
+    rate = "not measured" if untraced is None else f"{untraced:.1f} tokens/s"
     return [
         ("machine", f"{c.chip}{ram}, {c.os}"),
         (
@@ -102,6 +104,7 @@ def _capture_rows(trace: Trace) -> list[tuple[str, str]]:
         ),
         ("expert kernel", kernel),
         ("mode", mode),
+        ("decode rate, untraced", rate),
         ("scores", c.scores_kind or "not kept"),
     ]
 

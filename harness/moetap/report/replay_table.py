@@ -87,7 +87,7 @@ def curve_section(curve: Curve, capacities: Sequence[int]) -> Section:
             else "",
             _start(options, curve.chunks),
             _streams(curve.draw, options),
-            words.loops(curve.pool),
+            words.left_out(curve.pool),
         )
         if part
     )
@@ -265,7 +265,7 @@ def _caption(study: Study) -> str:
         if study.left_out
         else "",
         f"Sampler: {words.sampler(study.pool)}.",
-        words.loops(study.pool),
+        words.left_out(study.pool),
     ]  # fmt: skip
     return " ".join(part for part in said if part)
 

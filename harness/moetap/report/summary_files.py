@@ -30,7 +30,9 @@ JSON, one object:
                       n_without, not_executed, union, fraction, passes, layers}]
         ledger        as `ledger_table`; no_ledger says why it is null
         time          {missing, bandwidth, lines: [{b, capacity, phase, missing, slow, fast}]},
-                      slow and fast {bytes_per_step, step_s, lane_tokens_per_s, total_tokens_per_s}
+                      slow and fast {bytes_per_step, step_s, lane_tokens_per_s, total_tokens_per_s,
+                      full_overlap_lane_tokens_per_s, no_overlap_lane_tokens_per_s (null without
+                      an untraced decode rate in the traces)}
         locality      as `locality_files`
         verdict       {criteria: {name, sha256, text}, macs, decisions}
 
@@ -352,12 +354,16 @@ def _time(table: TimeTable) -> Line:
 def _bound(bound: TimeBound | None) -> Line | None:
     if bound is None:
         return None
-    return {
+    line: Line = {
         "bytes_per_step": bound.step_bytes,
         "step_s": bound.io.step_s,
         "lane_tokens_per_s": bound.io.lane_tokens_per_s,
         "total_tokens_per_s": bound.io.total_tokens_per_s,
     }
+    for name in ("full_overlap", "no_overlap"):
+        rate = getattr(bound, name)
+        line[f"{name}_lane_tokens_per_s"] = None if rate is None else rate.lane_tokens_per_s
+    return line
 
 
 def _verdict(verdict: Verdict) -> Line:

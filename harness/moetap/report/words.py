@@ -45,9 +45,14 @@ def sampler(pool: Pool) -> str:
     return " and ".join(dict.fromkeys(found))
 
 
-def loops(pool: Pool) -> str:
-    """What became of looped tails; "" if no stream has one."""
-    if not pool.n_looped:
-        return ""
-    fate = "kept" if pool.keep_loops else "left out"
-    return f"{count(pool.n_looped_rows, 'looped row')} of {count(pool.n_looped, 'stream')} {fate}."
+def left_out(pool: Pool) -> str:
+    """What became of looped tails and of repeated prompts; "" if there are none."""
+    said = []
+    if pool.n_looped:
+        fate = "kept" if pool.keep_loops else "left out"
+        rows, streams = count(pool.n_looped_rows, "looped row"), count(pool.n_looped, "stream")
+        said.append(f"{rows} of {streams} {fate}.")
+    if pool.n_repeated:
+        streams = count(pool.n_repeated, "stream")
+        said.append(f"{streams} of a prompt that occurs before left out.")
+    return " ".join(said)

@@ -100,6 +100,7 @@ ATTRIBUTES: dict[str, tuple[Attribute, ...]] = {
         Attribute("left_out", TEXT),
         Attribute("chat_template_sha256", TEXT),
         Attribute("thinking", "uint8", optional=True),
+        Attribute("untraced_tokens_per_s", "float64", optional=True),
         Attribute("scores_kind", TEXT),
     ),
     "/scores": (Attribute("kind", TEXT),),
