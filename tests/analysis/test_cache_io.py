@@ -143,7 +143,9 @@ def twin_counts(twin, group, capacity, phase):
             for d in range(steps)
         ]
         missed = lru_twin(sets, capacity)
-        alone = [lru_twin(s, capacity) for s in own]
+        # Like for like: what the group leaves out, its streams do not see either.
+        both = [[s[d] if sets[d] else None for d in range(steps)] for s in own]
+        alone = [lru_twin(s, capacity) for s in both]
         ran = [d for d in span if sets[d]]
         rows.append(
             (
@@ -160,7 +162,27 @@ def twin_counts(twin, group, capacity, phase):
 @given(st.integers(0, 10**6), st.integers(1, 4))
 def test_equals_the_twin(seed, n_streams):
     # Longer than the cold phase now and then, with every group (none is sampled).
-    trace = random_trace(seed, n_streams, max_steps=8 if seed % 3 else COLD_STEPS + 9)
+    check_with_twin(
+        random_trace(seed, n_streams, max_steps=8 if seed % 3 else COLD_STEPS + 9), n_streams
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_both_sides_see_the_same_cells(seed):
+    check_with_twin(random_trace(seed, 4, max_steps=40, missing=0.2), 4)
+
+
+def test_a_cell_that_a_lane_lacks_warms_no_cache():
+    # At step 1 only a ran. Alone it would load 2 and 3 there, and hit at step 2.
+    cells = {"a": [[{0, 1}], [{2, 3}], [{2, 3}]], "b": [[{0, 1}], [set()], [{2, 3}]]}
+    streams = [make_stream(name, "", steps, (2,)) for name, steps in cells.items()]
+    trace = make_trace(make_model([8], [2]), streams)
+    values = cache_table(pool([trace]), [2], capacities=[4]).find("all", 2, 4).values
+    assert (values.misses.tolist(), values.misses_alone.tolist()) == ([4], [8])
+    assert values.relative.value == pytest.approx(0.5)  # the lanes select the same experts
+
+
+def check_with_twin(trace, n_streams):
     twin = Twin(trace)
     sizes = range(1, n_streams + 1)
     k = trace.model.top_k.astype(float)

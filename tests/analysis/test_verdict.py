@@ -28,6 +28,7 @@ from moetap.analysis.verdict import (
 )
 from moetap.criteria import CLOSE, DEFAULT, RESTRICT, Criterion, read_criteria
 from moetap.errors import UsageError
+from moetap.report.verdict_table import figure as verdict_figure
 
 CRITERIA = read_criteria()
 
@@ -220,3 +221,39 @@ def test_default_criteria():
     import hashlib
 
     assert CRITERIA.sha256 == hashlib.sha256(CRITERIA.text.encode()).hexdigest()
+
+
+def test_more_rows_would_overflow_only_where_they_can():
+    held = study([golden_trace()], options(criteria=dataclasses.replace(CRITERIA, lanes=2)))
+    said = held.verdict.decisions[0].would_change[1]
+    assert said == "Overflow cannot fail: 2 lanes of 1 row select no more than C = 4 experts."
+    cells = [[{0, 1}], [{2, 3}], [{0, 1}]]  # 4 lanes of 8 rows select up to 64 of 256
+    streams = [make_stream(f"s{i}", "", cells * 4, (2,)) for i in range(6)]
+    for n_experts, possible in ((256, True), (128, False)):  # 24 rows: up to 192, and 128
+        found = study([make_trace(make_model((n_experts,), (2,)), streams)], options())
+        said = found.verdict.decisions[0].would_change[1]
+        assert "4 lanes of 1 row select no more than C = 128" in said
+        assert ("More rows per lane would (verify widths)." in said) == possible
+
+
+def test_shipped_criteria(tmp_path):
+    assert CRITERIA.shipped
+    own = tmp_path / "mine.toml"
+    own.write_text(CRITERIA.text + "# mine\n")
+    assert not read_criteria(own).shipped
+
+
+def test_intervals_are_clipped_where_shown():
+    tier = make_tier(16)
+
+    def shown(criterion, value, low, high):
+        estimate = Estimate(value, low, high)
+        return verdict_figure(
+            Judgement(criterion, "", tier, 128, 4, PASS, PASS, PASS, figure=estimate)
+        )
+
+    assert shown(OVERFLOW, 0.168, -0.011, 0.347) == "16.8 %, 0.0 to 34.7 %"
+    assert shown(OVERFLOW, 0.999, 0.996, 1.002) == "99.9 %, 99.6 to 100.0 %"
+    assert shown(OVERFLOW, 0.5, 0.4, 0.6) == "50.0 ± 10.0 %"
+    # B lanes may cost more than one: that is no error of the interval.
+    assert shown(IO, -0.454, -1.338, 0.43) == "-45.4 ± 88.4 %"

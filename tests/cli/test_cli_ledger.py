@@ -121,6 +121,20 @@ def test_wide_questions_stay_within_100_columns(no_mac, capsys):
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100 and "…" not in text
     assert "windows of 128 tokens" in text and "B, C = 128" in text
+    headings = [x.strip() for x in text.splitlines() if "Largest C for B lanes" in x]
+    title = "Largest C for B lanes, largest B for C slots"
+    assert headings == [title, f"{title}, continued", f"{title}, continued"]
+
+
+def test_the_closing_sentences_are_of_the_slots_asked_for(no_mac, capsys):
+    card = ("--model", "qwen3.6-35b-a3b", "--tier", "16", "-B", "4")
+    assert run(*card, "-C", "96") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    # Net in the table: +1.840 and +3.100.
+    assert "16 GiB, C = 96, B = 4: fits: 1.84 GB left" in text and "(default)" not in text
+    assert run(*card, "-C", "96,128") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "16 GiB, C = 128 (default), B = 4: " in text and "C = 96, B = 4" not in text
 
 
 def test_all_cards_print(no_mac, capsys):
@@ -173,6 +187,14 @@ def test_headroom_in_gb(no_mac, tmp_path):
         (("--context", "1,2"), 2, "--context 1,2: one number of tokens"),
         (("--headroom", "-1"), 2, "--headroom -1: not a size in GB"),
         (("--overhead", "nan"), 2, "--overhead nan: not a size in GB"),
+        (("--headroom", "1e400"), 2, "--headroom 1e400: at most 1,000 GB"),
+        (("--headroom", "1e999999999"), 2, "--headroom 1e999999999: at most 1,000 GB"),
+        (("--headroom", "inf"), 2, "--headroom inf: not a size in GB"),
+        (("--activations", "1e400"), 2, "--activations 1e400: at most 1,000 GB"),
+        (("--context", "1000000001"), 2, "--context 1000000001: at most 1,000,000,000"),
+        (("--tier", "8,100001"), 2, "--tier 8,100001: at most 100,000"),
+        (("-B", "1" + 400 * "0"), 2, ": at most 1,000,000,000"),
+        (("-C", "1" + 5000 * "0"), 2, ": not a list like"),
         (("--json", "/no/such/folder/x.json"), 2, "folder /no/such/folder does not exist"),
         (("--model", "no-such-card"), 1, "no model card; model cards: deepseek-v3, glm-4.5-air"),
         (("--model", "./no/such"), 1, "no such model folder, and no model card"),
@@ -202,7 +224,9 @@ def test_a_repository_that_is_not_to_be_had(no_mac, monkeypatch, capsys):
     # A checkpoint that a card describes is shown by the card, which says so.
     assert run("--model", "mlx-community/Qwen3.6-35B-A3B-4bit", "--tier", 16) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Weights: model card" in text and "could not be read: " in text
+    assert "Weights: model card" in text and "4bit itself was not read (" in text
+    assert "the figures are those of the card's quantisation, 4 bits" in text
+    assert "whatever that of mlx-community/Qwen3.6-35B-A3B-4bit is" in text
 
 
 def test_without_mlx_caches_come_from_the_card_of_the_same_shape(no_mac, tmp_path, monkeypatch):

@@ -3,8 +3,10 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -245,7 +247,8 @@ def test_several_models(analyze, tmp_path):
     saved = content["studies"][0]["union"]["figures"][3]["saved"]["value"]
     assert content["comparison"][0]["saved_cold"] == saved
     assert (tmp_path / "c" / "first" / "unions.csv").is_file()
-    assert len(read_csv(tmp_path / "c" / "comparison.csv")) == 2
+    lines = read_csv(tmp_path / "c" / "comparison.csv")
+    assert [line["complete"] for line in lines] == ["true", "true"]
 
 
 def test_output_is_replaced_whole(analyze, tmp_path):
@@ -261,3 +264,68 @@ def test_verb_imports_nothing_heavy():
     code = f"import sys, moetap.cli.analyze; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_notes_name_the_layers_and_the_missing_bytes(analyze):
+    steps = [[{0, 1}, set()], [{1, 2}, set()]]
+    streams = [make_stream(name, "", steps, (2, 2)) for name in "abc"]
+    never = make_trace(make_model([8, 8], [2, 2], [100, 100], [3, 5]), streams)
+    _, out, _ = analyze({"t": never}, "--only", "union,cache", "-C", "2", "-B", "2")
+    text = " ".join(out.split())
+    assert "all, layer 5, B = 1: not available, at no step did 1 stream execute these" in text
+    assert "all, layer 5, B = 2: not available, at no step did 2 streams execute these" in text
+    assert (
+        "No bytes per token (all, B = 1; all, B = 2): one of the layers was never executed." in text
+    )
+    assert "No bytes per token (-): one of the layers was never executed." in text
+    unknown = make_trace(make_model([8, 8], [2, 2]), streams)
+    _, out, _ = analyze({"t": unknown}, "--only", "cache", "-C", "2")
+    assert "No bytes per token (-): the size of an expert is not recorded." in out
+
+
+def test_forced_passes_are_said(analyze):
+    # Steps of 3, 4 and 3 experts at C = 2, one of two at C = 3 (golden_trace, streams a and b).
+    trace = make_trace(golden_trace().model, golden_streams()[:2])
+    _, out, _ = analyze({"t": trace}, "--only", "cache", "-B", "2", "-C", "2,3,4")
+    text = " ".join(out.split())
+    assert "Passes per step and layer, all streams: 1.75 at C = 2, B = 2; 1.25 at C = 3, B" in text
+    assert "so experts beyond C are read again each step" in text
+    assert "Both sides count only the matched decode steps" in text
+    _, out, _ = analyze({"t": trace}, "--only", "cache", "-B", "2", "-C", "4")
+    assert "Passes per step" not in out
+
+
+def test_control_characters_do_not_reach_the_terminal(analyze):
+    cells = [[{0, 1}, {0, 1}]]
+    streams = [make_stream(n, f"{n}\x1b[2J\nVerdict", cells * 2, (2, 2)) for n in "abcd"]
+    model = make_model((40, 40), (2, 2), id="evil\x1b]0;x\x07\nVerdict: go")
+    _, out, _ = analyze({"t": make_trace(model, streams)}, "-B", "2")
+    assert not set(map(chr, range(32))) - {"\n"} & set(out)
+    assert r"evil\x1b]0;x\x07\nVerdict: go" in out and r"a\x1b[2J\nVerdict" in out
+    assert not any(line.strip().startswith("Verdict: go") for line in out.splitlines())
+    other = dataclasses.replace(model, id="other\x1b[2J", config_sha256="d")
+    traces = {"t": make_trace(model, streams), "u": make_trace(other, streams)}
+    code, _, err = analyze(traces)
+    assert code == 2 and "\x1b" not in err
+
+
+def test_ascii_terminal(tmp_path):
+    # In a process of its own: the encoding is that of the real standard output.
+    out = subprocess.run(
+        [sys.executable, "-m", "moetap", "ledger", "--model", "qwen3.6-35b-a3b"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=True,
+    )  # fmt: skip
+    assert b"RAM ledger" in out.stdout
+    sample = Path(__file__).parents[2] / "traces" / "sample" / "demo.h5"
+    out = subprocess.run(
+        [sys.executable, "-m", "moetap", "analyze", str(sample), "--only", "union"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=True,
+    )  # fmt: skip
+    assert b"|   ? |5 % |" in out.stdout  # the column "±", in a box of ASCII
+
+
+def test_intervals_of_shares_end_at_0_and_100_where_shown(analyze, tmp_path):
+    target = tmp_path / "u.json"
+    sample = moetap.store.read(Path(__file__).parents[2] / "traces" / "sample" / "demo.h5")
+    _, out, _ = analyze({"t": sample}, "--only", "verdict", "--json", str(target))
+    assert "16.8 %, 0.0 to 34.7 %" in out and "99.9 %, 99.7 to 100.0 %" in out

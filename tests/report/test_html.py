@@ -8,6 +8,7 @@ import re
 import pytest
 from browser import Browser, find_browser
 from test_analyze import real_trace
+from unionkit import make_stream, make_trace
 
 from moetap.analysis.ledger import make_tier
 from moetap.analysis.study import Options, study
@@ -145,3 +146,62 @@ def test_plot_files(found):
         assert light != dark
         # Axes say what and in which unit.
         assert any(unit in light for unit in ("experts", "expert id", "GB", "%")), plot.key
+
+
+def test_two_models():
+    options = Options(read_criteria(), (make_tier(16),), groups=5)
+    names = ("org/first", "org/second")
+    studies = [study([real_trace(id=n, config_sha256=n)], options) for n in names]
+    text = report_html(studies)
+    section = text[text.index('<section id="all-comparison">') :].split("</section>")[0]
+    assert "Models side by side" in section and "<figure" not in section
+    assert all(f"<td>{name}</td>" in section for name in names)
+
+
+def test_browser_shows_two_models(browser, tmp_path):
+    options = Options(read_criteria(), (make_tier(16),), groups=5)
+    path = tmp_path / "two.html"
+    path.write_text(
+        report_html([study([real_trace(id=n, config_sha256=n)], options) for n in "ab"]),
+        encoding="utf-8",
+    )
+    browser.errors.clear()
+    browser.open(path, 1400, "light")
+    assert browser.errors == []
+    assert len(json.loads(browser.evaluate(MEASURE))["plots"]) == 14
+
+
+def test_without_an_executed_cell_plots_are_left_out_with_a_sentence():
+    streams = [make_stream(f"s{i}", "code", [[set(), set()]] * 3, (2, 2)) for i in range(4)]
+    trace = make_trace(real_trace().model, streams)
+    options = Options(read_criteria(), (make_tier(16),), groups=5)
+    nothing = study([trace], options)
+    assert [plot.key for plot in plots(nothing)] == ["ledger"]
+    text = report_html([nothing])
+    assert text.count("<figure") == 1
+    for sentence in (
+        "Union by decode step: not drawn, no decode step was executed.",
+        "Footprint by window: not drawn, no window was executed from end to end.",
+        "Overlap with earlier steps: not drawn, no two steps can be compared.",
+    ):
+        assert sentence in text
+    assert {name for name, _ in plot_files(nothing)} == {
+        f"ledger{theme}.{kind}" for theme in ("", "-dark") for kind in ("png", "svg")
+    }
+
+
+def test_axes_say_share_of_what(found):
+    files = dict(plot_files(found))
+    assert b"share of (group, step, layer), %" in files["union-cdf.svg"]
+    assert b"share of the layer's selections, %" in files["heat.svg"]
+
+
+def test_fixed_before_looking_is_said_of_the_shipped_criteria_only(tmp_path):
+    own = tmp_path / "mine.toml"
+    own.write_text(read_criteria().text.replace("lanes = 4", "lanes = 2"))
+    for criteria, said in ((read_criteria(), True), (read_criteria(own), False)):
+        options = Options(criteria, (make_tier(16),), groups=5)
+        text = report_html([study([real_trace()], options)])
+        before = text.split("<pre")[0]  # the file itself may say so
+        assert ("Fixed before looking" in before) == said
+        assert f"Criteria: {criteria.name}, sha256" in before

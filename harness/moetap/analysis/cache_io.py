@@ -31,7 +31,7 @@ from moetap.analysis.lanes import (
 )
 from moetap.analysis.pool import Pool
 from moetap.analysis.unions import DEFAULT_SIZES
-from moetap.policies import Policy
+from moetap.policies import Policy, StepSets
 from moetap.policies.lru import LRU
 
 DEFAULT_GROUPS = 100
@@ -44,7 +44,7 @@ DEFAULT_CAPACITIES = (64, 128, 256)
 @dataclass(frozen=True, eq=False)
 class CacheValues:
     """The figures of one line. "Alone" is the mean of the groups' streams at B = 1, each with all C
-    slots to itself, over the same decode steps.
+    slots to itself, over the same decode steps and cells.
 
     loads, loads_alone: misses per token and layer.
     relative: loads / loads_alone, None if nothing misses alone.
@@ -217,6 +217,18 @@ def _alone(
     return dict(zip(streams, in_threads(work, streams), strict=True))
 
 
+def _only(sets: StepSets, ran: NDArray[np.bool_]) -> StepSets:
+    """The sets with no cell but those of `ran`, (L, steps) with no more steps than they have."""
+    n_steps = ran.shape[1]
+    keep = np.zeros((sets.n_layers, sets.n_steps), dtype=np.bool_)
+    keep[:, :n_steps] = ran
+    count = sets.requests.T  # (L, steps)
+    starts = np.zeros(ran.size + 1, dtype=np.int64)
+    np.cumsum(np.where(ran, count[:, :n_steps], 0).ravel(), out=starts[1:])
+    ids = sets.ids[np.repeat(keep.ravel(), count.ravel())]
+    return StepSets(n_steps, sets.n_experts, starts, ids, ran)
+
+
 def _sums(
     lanes: Lanes,
     draw: Draw,
@@ -235,12 +247,15 @@ def _sums(
     def work(members: NDArray[np.intp]) -> tuple[NDArray[np.int64], ...]:
         sets = lanes.merge(members)
         ran = sets.ran.T
-        # The same cells on both sides: one that the group leaves out does not count alone either.
+        # The same cells on both sides: one that the group leaves out does not pass through the
+        # caches of its streams either, where it would load experts for the cells that count.
         single = np.zeros((len(slots), n_layers, sets.n_steps), dtype=np.int32).transpose(0, 2, 1)
         for stream in members:
-            single += alone[int(stream)][:, : sets.n_steps]
-        if not ran.all():
-            single *= ran
+            own = None if ran.all() else lanes.merge(np.array([stream]))
+            if own is None or np.array_equal(own.ran[:, : sets.n_steps], sets.ran):
+                single += alone[int(stream)][:, : sets.n_steps]
+            else:
+                single += policy.misses(_only(own, sets.ran), slots)
         return (
             by_phase(policy.misses(sets, slots)),
             by_phase(single),

@@ -154,7 +154,9 @@ def union_table(
                     )
                     values = _values(pool, sums[b], at, stratum, span, b, distribution)
                     if values is None:
-                        missing = f"at no step did {b} streams execute these layers"
+                        missing = (
+                            f"at no step did {b} stream{'' if b == 1 else 's'} execute these layers"
+                        )
                 figures.append(Figure(stratum, span, b, values, missing))
     executed = [(rows[:, :, 0] == NOT_EXECUTED).sum(axis=0) for rows in pool.rows]
     return UnionTable(

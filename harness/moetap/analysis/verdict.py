@@ -338,7 +338,8 @@ def decide(
                 f"{'fails' if mac.outcome == FAIL else 'is ' + mac.outcome}"
                 for mac in bad
             )
-    changes = tuple(_would_change(criteria, j, ledger) for j in asked.judgements)
+    wider = any(j.criterion == OVERFLOW and j.outcome != BY_CONSTRUCTION for j in asked.beside)
+    changes = tuple(_would_change(criteria, j, ledger, wider) for j in asked.judgements)
     return Decision(definition, word, sentence + ".", changes)
 
 
@@ -383,13 +384,19 @@ def _stakes(criteria: Criteria, unsure: Sequence[Judgement], good: Sequence[MacV
     return f"at best go, at worst {_restriction(unsure, good[0])}"
 
 
-def _would_change(criteria: Criteria, judgement: Judgement, ledger: Ledger | None) -> str:
-    """What would give another outcome on the Mac that was asked about."""
+def _would_change(
+    criteria: Criteria, judgement: Judgement, ledger: Ledger | None, wider: bool
+) -> str:
+    """What would give another outcome on the Mac that was asked about.
+
+    wider: at some verify width overflow is possible.
+    """
     rule: Criterion = getattr(criteria, judgement.criterion)
     if judgement.outcome == MISSING:
         return f"{_capital([judgement])} is not available ({judgement.why})."
     if judgement.outcome == BY_CONSTRUCTION:
-        return f"Overflow cannot fail: {judgement.why}. More rows per lane would (verify widths)."
+        more = " More rows per lane would (verify widths)." if wider else ""
+        return f"Overflow cannot fail: {judgement.why}.{more}"
     if judgement.criterion == LEDGER:
         return _ledger_change(judgement, ledger)
     assert judgement.figure is not None

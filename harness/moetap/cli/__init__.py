@@ -60,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except MoetapError as error:
-        print(f"moetap: error: {error}", file=sys.stderr)
+        from moetap.report.console import visible
+
+        # It may hold a name from a file.
+        print(f"moetap: error: {visible(str(error), keep=chr(10))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("moetap: interrupted", file=sys.stderr)

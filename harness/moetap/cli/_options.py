@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from moetap.analysis.ledger import Device, Headroom
 
 
+MOST = {"--tier": 10**5}
+"""The largest number that makes sense for an option; 10^9 for the others."""
+
+MOST_GB = 1000
+
+
 def integers(option: str, text: str) -> list[int]:
     """Parse "1,2,4"."""
     try:
@@ -22,6 +28,9 @@ def integers(option: str, text: str) -> list[int]:
         raise UsageError(f"{option} {text}: not a list like 8,16,24") from None
     if min(values) < 1:
         raise UsageError(f"{option} {text}: each must be at least 1")
+    most = MOST.get(option, 10**9)
+    if max(values) > most:
+        raise UsageError(f"{option} {text}: at most {most:,}")
     return values
 
 
@@ -36,12 +45,14 @@ def one_integer(option: str, text: str, what: str) -> int:
 def gigabytes(option: str, text: str) -> int:
     """Parse GB of 10^9 bytes, exactly."""
     try:
-        value = Decimal(text) * 10**9
+        value = Decimal(text)
         if not value.is_finite() or value < 0:
             raise InvalidOperation
     except InvalidOperation:
         raise UsageError(f"{option} {text}: not a size in GB like 0.5") from None
-    return int(value)
+    if value > MOST_GB:
+        raise UsageError(f"{option} {text}: at most {MOST_GB:,} GB")
+    return int(value * 10**9)
 
 
 def headroom(text: str | None) -> Headroom:

@@ -126,7 +126,11 @@ def find_sizes(name: str, kv_bits: int | None) -> Sizes:
     except MoetapError as error:
         if card is None:
             raise MoetapError(f"{error}; {known}") from error
-        return _of_card(card, kv_bits, (f"{name} itself could not be read: {error}",))
+        note = (
+            f"{name} itself was not read ({error}): the figures are those of the card's "
+            f"quantisation, {card.quantization}, whatever that of {name} is"
+        )
+        return _of_card(card, kv_bits, (note,))
     return _of_checkpoint(checkpoint, name, kv_bits)
 
 

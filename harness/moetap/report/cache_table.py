@@ -16,6 +16,7 @@ from moetap.analysis.lanes import COLD_STEPS, CONTROL
 from moetap.analysis.unions import UnionTable
 from moetap.report import words
 from moetap.report.sections import Heading, Note, Section, grid
+from moetap.report.union_table import no_bytes
 
 
 def cache_section(table: CacheTable, unions: UnionTable, capacity: int) -> Section:
@@ -36,6 +37,10 @@ def cache_section(table: CacheTable, unions: UnionTable, capacity: int) -> Secti
         if f.draw.missing
     )
     parts += [Note(text, main=True) for text in missing]
+    if any(f.values and f.values.bytes_per_token is None for f in table.figures):
+        why = no_bytes(table.pool.model.expert_bytes)
+        parts.append(Note(f"No bytes per token (-): {why}.", main=True))
+    parts += [Note(text, main=True) for text in _passes(table)]
     parts.append(Note(_caption(table)))
     title = f"Expert I/O per token of B lanes, decode: cold step and cache, {table.pool.model.id}"
     return Section("cache", title, words.incomplete(table.pool), tuple(parts))
@@ -128,6 +133,22 @@ def _hits(table: CacheTable, stratum: str, b: int, capacity: int, phase: str) ->
     return f"{100 * figure.values.hit_rate.value:.1f}"
 
 
+def _passes(table: CacheTable) -> list[str]:
+    """Where a step's set was larger than the cache."""
+    found = [
+        f"{1 + f.values.extra_passes:.2f} at C = {f.capacity}, B = {f.draw.b}"
+        for f in table.figures
+        if f.values and f.values.extra_passes and (f.draw.stratum, f.phase) == ("all", "all")
+    ]
+    if not found:
+        return []
+    return [
+        f"Passes per step and layer, all streams: {'; '.join(found)}. A set larger than C runs in "
+        "ceil(U / C) passes: what is resident at the start of the step hits, every other member is "
+        "loaded once, and C of them stay, so experts beyond C are read again each step."
+    ]
+
+
 def _caption(table: CacheTable) -> str:
     left_out = int(table.left_out.sum())
     said = [
@@ -139,13 +160,14 @@ def _caption(table: CacheTable) -> str:
         f"{words.count(table.groups_asked, 'sampled group')} for each B, seed {table.seed} (all "
         "where there are no more).",
         "% of B=1: against the same streams one at a time, each with all C slots. 100 % less that "
-        "is what B lanes save.",
+        "is what B lanes save. Both sides count only the matched decode steps (a group ends at its "
+        "shortest stream).",
         f"Hits: of one look-up per distinct expert, first {COLD_STEPS} decode steps and the rest.",
         f"{CONTROL}: the B lanes are one stream, so I/O must be 1/B.",
         f"{left_out:,} (group, step, layer) cells left out, since a lane did not execute them."
         if left_out
         else "",
         f"Sampler: {words.sampler(table.pool)}.",
-        words.loops(table.pool),
+        words.left_out(table.pool),
     ]
     return " ".join(part for part in said if part)

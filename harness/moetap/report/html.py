@@ -18,7 +18,7 @@ from moetap._version import __version__
 from moetap.analysis.study import VERDICT, Study
 from moetap.report import words
 from moetap.report.comparison import comparison_section
-from moetap.report.plots import DARK, LIGHT, css_colors, plots, svg_inline
+from moetap.report.plots import DARK, LIGHT, css_colors, left_out, plots, svg_inline
 from moetap.report.sections import Heading, Note, Section, flagged
 from moetap.report.study import sections
 from moetap.report.verdict_table import STYLES
@@ -65,6 +65,9 @@ def _study(study: Study, prefix: str, by_layer: bool) -> dict[str, Any]:
                 "svg": Markup(svg_inline(plot, study, f"{prefix}-{plot.key}")),
             }
         )
+    absent: dict[str, list[str]] = {}
+    for plot in left_out(study):
+        absent.setdefault(plot.section, []).append(f"{plot.title}: not drawn, {plot.missing}.")
     return {
         "id": prefix,
         "model": study.model.id,
@@ -79,7 +82,10 @@ def _study(study: Study, prefix: str, by_layer: bool) -> dict[str, Any]:
             }
             for decision in (study.verdict.decisions if study.verdict else ())
         ],
-        "sections": [_section(s, prefix) | {"plots": drawn.get(s.key, [])} for s in shown],
+        "sections": [
+            _section(s, prefix) | {"plots": drawn.get(s.key, []), "no_plots": absent.get(s.key, [])}
+            for s in shown
+        ],
     }
 
 
@@ -111,7 +117,7 @@ def _facts(study: Study) -> list[tuple[str, str]]:
                 f"{c.moetap_version or '?'}; mode: {c.mode}",
             )
         )
-    loops = words.loops(study.pool)
+    loops = words.left_out(study.pool)
     return facts + ([("loops", loops)] if loops else [])
 
 
@@ -137,6 +143,8 @@ def _section(section: Section, prefix: str) -> dict[str, Any]:
         "title": section.title,
         "warning": section.warning,
         "parts": parts,
+        "plots": [],
+        "no_plots": [],
     }
 
 

@@ -74,11 +74,16 @@ def ledger_section(ledger: Ledger, warning: str = "", defaults_only: bool = Fals
             f"physical, {', '.join(_rules(ledger))}: net of physical memory and of the working set "
             "by rule; tight: the budget with the smaller net, which decides."
         ),
-        Heading("Largest C for B lanes, largest B for C slots"),
-        *_largest(ledger),
-        Note(_about_largest(ledger)),
     ]
-    parts += [Note(_verdict(ledger, tier), main=True) for tier in ledger.tiers]
+    for i, table in enumerate(_largest(ledger)):
+        more = ", continued" if i else ""
+        parts += [Heading(f"Largest C for B lanes, largest B for C slots{more}"), table]
+    parts.append(Note(_about_largest(ledger)))
+    for tier in ledger.tiers:
+        default = ledger.default_slots(tier)
+        # The lines of the table: without the default among them, what was asked for.
+        for slots in (default,) if default in ledger.slots else ledger.slots:
+            parts.append(Note(_verdict(ledger, tier, slots), main=True))
     title = f"RAM ledger: {ledger.sizes.model}, {count(ledger.context, 'token')} of context a lane"
     return Section("ledger", title, warning, tuple(parts))
 
@@ -317,13 +322,14 @@ def _about_largest(ledger: Ledger) -> str:
     )
 
 
-def _verdict(ledger: Ledger, tier: Tier) -> Text:
-    """One sentence or two on the tier's default C and the most lanes."""
-    line = ledger.verdict(tier)
+def _verdict(ledger: Ledger, tier: Tier, slots: int) -> Text:
+    """One sentence or two on one C and the most lanes."""
+    line = ledger.line(tier, slots, max(ledger.lanes))
     terms = line.terms
     style = {"fits": "green", "does not fit": "red"}.get(line.verdict, "yellow")
     text = Text()
-    where = f"{tier.ram_gib} GiB, C = {terms.slots} (default), B = {terms.lanes}: "
+    default = " (default)" if slots == ledger.default_slots(tier) else ""
+    where = f"{tier.ram_gib} GiB, C = {terms.slots}{default}, B = {terms.lanes}: "
     text.append(where, style="bold")
     text.append(line.verdict, style=f"bold {style}")
     text.append(f": {_net_words(line)}. ")

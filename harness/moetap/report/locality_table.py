@@ -275,7 +275,7 @@ def _caption(found: Locality) -> str:
         if pool.n_streams > 1
         else "No interval: one stream.",
         f"Sampler: {words.sampler(pool)}.",
-        words.loops(pool),
+        words.left_out(pool),
         f"{missing:,} of {cells:,} cells were not executed and are left out." if missing else "",
         f"{words.count(pool.n_empty, 'stream')} without decode rows left out."
         if pool.n_empty

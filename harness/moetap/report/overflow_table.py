@@ -46,8 +46,8 @@ def overflow_section(table: OverflowTable, prefill: Sequence[PrefillOverflow]) -
         Note(
             "A footprint over W > 1 steps is a working set, not what a step needs at once: a cache "
             "smaller than it loads something twice. ±: half the 95 % jackknife interval over "
-            f"streams. {IMPOSSIBLE_CELL}: {IMPOSSIBLE}, min(E, B k W) <= C; n/a: no group lasts W "
-            "steps."
+            f"streams, which ends at 0 and 100 %. {IMPOSSIBLE_CELL}: {IMPOSSIBLE}, min(E, B k W) "
+            "<= C; n/a: no group lasts W steps."
         ),
     ]
     shown = [line for line in prefill if line.stratum == "all"]
@@ -194,6 +194,6 @@ def _caption(table: OverflowTable) -> str:
         f"{table.seed} (all groups where there are no more).",
         "Uniform: independent uniform routing.",
         f"Sampler: {words.sampler(table.pool)}.",
-        words.loops(table.pool),
+        words.left_out(table.pool),
     ]
     return " ".join(part for part in said if part)

@@ -25,7 +25,10 @@ from moetap.analysis.study import LEDGER, LOCALITY, OVERFLOW, UNION, Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Drawing
+
+    from moetap.analysis.overflow import UnionCurve
+    from moetap.analysis.unions import Figure
 
 SIZE = (4.7, 3.7)
 """Inches. Small, so that text stays legible where the plot is as wide as a phone."""
@@ -68,17 +71,31 @@ def css_colors(theme: Theme) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Plot:
-    """One plot. section: of the report, with the same numbers as text. words: what it shows."""
+    """One plot. section: of the report, with the same numbers as text. words: what it shows.
+    missing: why there is nothing to draw, "" if there is something."""
 
     key: str
     title: str
     section: str
     words: str
     draw: Callable[[Axes, Study, Theme], None]
+    missing: str = ""
+
+
+NOTHING = "no decode step was executed"
 
 
 def plots(study: Study) -> list[Plot]:
     """The plots of the parts that were asked for and are available."""
+    return [plot for plot in _plots(study) if not plot.missing]
+
+
+def left_out(study: Study) -> list[Plot]:
+    """The plots that were asked for but have nothing to show; `missing` says why."""
+    return [plot for plot in _plots(study) if plot.missing]
+
+
+def _plots(study: Study) -> list[Plot]:
     parts = study.options.parts
     found = []
     if UNION in parts and study.unions:
@@ -90,6 +107,7 @@ def plots(study: Study) -> list[Plot]:
                 "Share of (group, step, layer) triples with at most so many distinct experts, by "
                 "B; dotted: mean of independent uniform routing.",
                 _union_cdf,
+                "" if _distributions(study) else NOTHING,
             ),
             Plot(
                 "union-steps",
@@ -98,6 +116,7 @@ def plots(study: Study) -> list[Plot]:
                 "Mean union at each decode step by B, exact over all groups; shaded: the first "
                 f"{COLD_STEPS} steps.",
                 _union_steps,
+                "" if _shown_curves(study) else NOTHING,
             ),
         ]
     if OVERFLOW in parts and study.overflow:
@@ -109,9 +128,13 @@ def plots(study: Study) -> list[Plot]:
                 "Mean number of distinct experts that B lanes select over the last W steps, by B; "
                 "dashed: C expert slots.",
                 _footprint,
+                ""
+                if any(f.mean for f in study.overflow.footprints if f.draw.stratum == "all")
+                else "no window was executed from end to end",
             )
         )
     if LOCALITY in parts and study.locality:
+        ran = not np.isnan(study.locality.usage.heat).all()
         found += [
             Plot(
                 "misses",
@@ -121,6 +144,7 @@ def plots(study: Study) -> list[Plot]:
                 "steps: line at B = 1 from the recency stack; marks at B lanes, which share the "
                 "slots, from the replay.",
                 _misses,
+                "" if ran else NOTHING,
             ),
             Plot(
                 "heat",
@@ -128,6 +152,7 @@ def plots(study: Study) -> list[Plot]:
                 LOCALITY,
                 "Share of a layer's decode selections that go to each expert.",
                 _heat,
+                "" if ran else NOTHING,
             ),
             Plot(
                 "lags",
@@ -136,6 +161,7 @@ def plots(study: Study) -> list[Plot]:
                 "Experts shared with the step so many steps before, % of k, with the baselines: "
                 "own steps shuffled, all steps shuffled, uniform.",
                 _lags,
+                "" if any(study.locality.lags[0].overlap) else "no two steps can be compared",
             ),
         ]
     if LEDGER in parts and study.ledger:
@@ -176,11 +202,11 @@ def svg_inline(plot: Plot, study: Study, prefix: str) -> str:
     return re.sub(r'\s(?:width|height)="[^"]*"', "", head) + rest
 
 
-def _figure(plot: Plot, study: Study, theme: Theme) -> Figure:
+def _figure(plot: Plot, study: Study, theme: Theme) -> Drawing:
     return styled(plot.title, lambda axes: plot.draw(axes, study, theme), theme)
 
 
-def styled(title: str, draw: Callable[[Axes], None], theme: Theme) -> Figure:
+def styled(title: str, draw: Callable[[Axes], None], theme: Theme) -> Drawing:
     """A figure of one plot in the colours of a theme."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -211,7 +237,7 @@ def styled(title: str, draw: Callable[[Axes], None], theme: Theme) -> Figure:
     return figure
 
 
-def saved(figure: Figure, kind: str) -> bytes:
+def saved(figure: Drawing, kind: str) -> bytes:
     """The figure as "png" or "svg", the same bytes each time."""
     import matplotlib
 
@@ -233,11 +259,19 @@ def grid_lines(axes: Axes, theme: Theme) -> None:
 # -- the plots
 
 
-def _union_cdf(axes: Axes, study: Study, theme: Theme) -> None:
+def _distributions(study: Study) -> list[Figure]:
+    """The lines over all streams and layers whose unions are known."""
     assert study.unions is not None
     lines = study.unions.select(study.unions.strata[0], ("overall",))
-    shown = [f for f in lines if f.values is not None and f.values.distribution.n_triples]
-    for i, figure in enumerate(shown):
+    return [f for f in lines if f.values is not None and f.values.distribution.n_triples]
+
+
+def _shown_curves(study: Study) -> list[UnionCurve]:
+    return [curve for curve in study.curves if curve.stratum == "all" and len(curve.steps)]
+
+
+def _union_cdf(axes: Axes, study: Study, theme: Theme) -> None:
+    for i, figure in enumerate(_distributions(study)):
         assert figure.values is not None
         counts = figure.values.distribution.histogram
         color = theme.series[i % 6]
@@ -248,12 +282,12 @@ def _union_cdf(axes: Axes, study: Study, theme: Theme) -> None:
     axes.set_xlim(left=0)
     axes.set_ylim(0, 101)
     axes.set_xlabel("distinct experts in a step and layer")
-    axes.set_ylabel("(group, step, layer), %")
+    axes.set_ylabel("share of (group, step, layer), %")
     grid_lines(axes, theme)
 
 
 def _union_steps(axes: Axes, study: Study, theme: Theme) -> None:
-    curves = [curve for curve in study.curves if curve.stratum == "all"]
+    curves = _shown_curves(study)
     last = max(int(curve.steps[-1]) for curve in curves)
     axes.axvspan(0, min(COLD_STEPS, last), color=theme.grid, alpha=0.35, linewidth=0)
     for i, curve in enumerate(curves):
@@ -351,7 +385,7 @@ def _heat(axes: Axes, study: Study, theme: Theme) -> None:
     axes.set_xlabel("expert id")
     axes.set_ylabel("decoder layer")
     bar = axes.figure.colorbar(image, ax=axes, extend="max")
-    bar.set_label("of the layer's selections, %", color=theme.text, fontsize=FONT_SIZE)
+    bar.set_label("share of the layer's selections, %", color=theme.text, fontsize=FONT_SIZE)
     bar.ax.tick_params(colors=theme.text, labelsize=FONT_SIZE)
     bar.outline.set_visible(False)
 

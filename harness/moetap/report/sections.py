@@ -16,6 +16,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from moetap.report.console import visible
+
 
 @dataclass(frozen=True)
 class Heading:
@@ -60,14 +62,17 @@ def flagged(heading: Heading, section: Section) -> str:
 
 def print_section(console: Console, section: Section) -> None:
     """Print one section."""
-    console.print(Text(section.title, style="bold"))
+    console.print(Text(visible(section.title), style="bold"))
     if section.warning:
-        console.print(Text(section.warning, style="bold red"))
+        console.print(Text(visible(section.warning), style="bold red"))
     for part in section.parts:
         if isinstance(part, Heading):
-            console.print(Padding(Text(flagged(part, section), style="bold"), (1, 0, 0, 1)))
+            console.print(
+                Padding(Text(visible(flagged(part, section)), style="bold"), (1, 0, 0, 1))
+            )
         elif isinstance(part, Note):
             text = part.text if isinstance(part.text, Text) else Text(part.text)
+            text = _visible(text)
             if not part.main:
                 text.stylize("dim")
             console.print(Padding(text, (0, 1)))
@@ -76,10 +81,21 @@ def print_section(console: Console, section: Section) -> None:
     console.print()
 
 
+def _visible(text: Text) -> Text:
+    """As `visible`, with the same style; its spans only where nothing had to be escaped."""
+    shown = visible(text.plain)
+    return text.copy() if shown == text.plain else Text(shown, style=text.style)
+
+
 def _print_table(console: Console, table: Table) -> None:
     """Print a table; one that is too wide for the console goes beyond it, since rich would cut
     figures off."""
     for column in table.columns:
+        # In place: rich has no way to change cells that are there.
+        column._cells = [
+            _visible(cell) if isinstance(cell, Text) else visible(str(cell))
+            for cell in column.cells
+        ]
         if column.no_wrap:
             texts = [str(cell) for cell in (column.header, *column.cells)]
             column.min_width = max(len(line) for text in texts for line in text.split("\n"))

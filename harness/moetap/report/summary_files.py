@@ -190,7 +190,8 @@ def csv_text(lines: Sequence[Line]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(lines)
+    for line in lines:
+        writer.writerow({k: str(v).lower() if isinstance(v, bool) else v for k, v in line.items()})
     return text.getvalue()
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 
 from moetap.analysis.jackknife import Estimate
@@ -42,7 +44,8 @@ def union_section(
     parts: list[Heading | Note | Table] = []
     for about, label, figures in lines:
         parts += [Heading(about), _grid(label, figures)]
-        parts += [Note(note, main=True) for note in _notes([f for _, f in figures])]
+        plain = [f for _, f in figures]
+        parts += [Note(note, main=True) for note in (*_notes(plain), *_no_bytes(table, plain))]
     parts.append(Note(_caption(table)))
     shown = [curve for curve in curves if curve.stratum == "all"]
     if shown:
@@ -128,10 +131,32 @@ def _notes(figures: list[Figure]) -> list[str]:
     for figure in figures:
         who = f"{figure.stratum.name}, B = {figure.b}"
         if figure.values is None:
+            if figure.layers.kind != "overall" and not figure.stratum.why_none(figure.b):
+                # Other layers may have run.
+                plural = "" if figure.layers.stop - figure.layers.start == 1 else "s"
+                who = f"{figure.stratum.name}, layer{plural} {figure.layers.label}, B = {figure.b}"
             notes.append(f"{who}: not available, {figure.missing}.")
         elif figure.values.union.why:
             notes.append(f"{who}: no interval, {figure.values.union.why}.")
     return list(dict.fromkeys(notes))
+
+
+def no_bytes(expert_bytes: NDArray[np.int64]) -> str:
+    """Why there are no bytes per token for layers with experts of these sizes."""
+    if np.any(expert_bytes <= 0):
+        return "the size of an expert is not recorded"
+    return "one of the layers was never executed"
+
+
+def _no_bytes(table: UnionTable, figures: list[Figure]) -> list[str]:
+    """What "-" for bytes per token stands for."""
+    without = [f for f in figures if f.values is not None and f.values.bytes_per_token is None]
+    found: dict[str, list[str]] = {}
+    for f in without:
+        why = no_bytes(table.pool.model.expert_bytes[f.layers.span])
+        name = f.stratum.name if f.layers.kind == "overall" else f"layers {f.layers.label}"
+        found.setdefault(why, []).append(f"{name}, B = {f.b}")
+    return [f"No bytes per token ({'; '.join(who)}): {why}." for why, who in found.items()]
 
 
 def _caption(table: UnionTable) -> str:
@@ -153,7 +178,7 @@ def _caption(table: UnionTable) -> str:
         "layers, kB = 10^3, MB = 10^6.",
         "mixed: groups of more than one class." if len(table.strata) > 2 else "",
         f"Sampler: {words.sampler(table.pool)}.",
-        words.loops(table.pool),
+        words.left_out(table.pool),
         f"{missing:,} of {cells:,} cells were not executed and are left out." if missing else "",
         f"{words.count(table.pool.n_empty, 'stream')} without decode rows left out."
         if table.pool.n_empty

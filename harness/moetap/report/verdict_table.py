@@ -5,6 +5,8 @@ Knows the words of each criterion. Refuses to judge.
 
 from __future__ import annotations
 
+import math
+
 from rich.table import Table
 from rich.text import Text
 
@@ -64,8 +66,9 @@ def verdict_section(study: Study, verdict: Verdict) -> Section:
         Note(
             "cold, cached: all criteria together, under each definition of I/O. *: the Mac that "
             "the criteria are about. "
-            f"Criteria: {criteria.name}, sha256 {criteria.sha256[:16]}. Fixed before looking; the "
-            "file is in the JSON and HTML reports."
+            f"Criteria: {criteria.name}, sha256 {criteria.sha256[:16]}"
+            f"{'. Fixed before looking' if criteria.shipped else ''}; the file is in the JSON and "
+            "HTML reports."
         ),
     ]
     for decision in verdict.decisions:
@@ -106,6 +109,12 @@ def figure(judgement: Judgement) -> str:
     estimate = judgement.figure
     half = estimate.half_width
     spread = "" if half is None else f" ± {100 * half:.1f}"
+    if estimate.low is not None and estimate.high is not None:
+        # A saving may be negative, a loss; no share is above 100 %, and overflow not below 0 %.
+        floor = 0.0 if judgement.criterion == OVERFLOW else -math.inf
+        low, high = max(estimate.low, floor), min(estimate.high, 1.0)
+        if (low, high) != (estimate.low, estimate.high):
+            return f"{100 * estimate.value + 0.0:.1f} %, {100 * low:.1f} to {100 * high:.1f} %"
     return f"{100 * estimate.value + 0.0:.1f}{spread} %"
 
 
