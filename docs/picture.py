@@ -1,6 +1,6 @@
 """Draw docs/analyze.svg: the union table of the sample trace, as a terminal shows it.
 
-    python docs/picture.py
+python docs/picture.py
 """
 
 from __future__ import annotations
