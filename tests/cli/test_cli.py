@@ -320,13 +320,14 @@ class TestNothingIsLost:
         assert process.wait() == 0
         assert json.loads((tmp_path / "a.json").read_text())
 
+    @pytest.mark.parametrize("n", [3, 20])  # from 9 on the untraced rate is measured first
     def test_a_forced_capture_that_fails_at_once_leaves_the_old_trace(
-        self, capsys, model_dir, prompts_file, tmp_path, monkeypatch
+        self, capsys, model_dir, prompts_file, tmp_path, monkeypatch, n
     ):
         from moetap.capture import _mlx
 
         out, prompts = tmp_path / "t.h5", prompts_file("a", "b")
-        options = ("--prompts", prompts, "--max-tokens", 3)
+        options = ("--prompts", prompts, "--max-tokens", n)
         assert run_capture(model_dir, out, *options) == 0
         before = out.read_bytes()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -194,21 +194,48 @@ def untraced_rate(loaded: _mlx.Loaded, task: Task, settings: Settings) -> float 
     """Decode rate in tokens/s of a short untapped run, None if the experts are not in memory or the
     stream ends within 8 tokens. No rate of a traced run is quoted without it.
     """
-    if loaded.engine:
+    if loaded.engine or settings.max_tokens <= 8:
         return None
     stamps: list[float] = []
-    _mlx.generate(
+    _generate(
         loaded,
-        task.tokens,
-        max_tokens=min(_RATE_TOKENS, settings.max_tokens),
-        temp=settings.temp,
-        top_p=settings.top_p,
-        seed=stream_seed(settings.seed, task.prompt),
-        prefill_step=settings.prefill_step,
-        on_prefill=lambda _done, _total: None,
-        on_token=lambda _n: stamps.append(time.perf_counter()),
+        task,
+        settings,
+        min(_RATE_TOKENS, settings.max_tokens),
+        lambda _done, _total: None,
+        lambda _n: stamps.append(time.perf_counter()),
     )
     return (len(stamps) - 1) / (stamps[-1] - stamps[0]) if len(stamps) > 8 else None
+
+
+def _generate(
+    loaded: _mlx.Loaded,
+    task: Task,
+    settings: Settings,
+    max_tokens: int,
+    on_prefill: Callable[[int, int], None],
+    on_token: Callable[[int], None],
+) -> tuple[list[int], str]:
+    """The task's tokens and why they ended; whatever MLX raises becomes one line."""
+    try:
+        return _mlx.generate(
+            loaded,
+            task.tokens,
+            max_tokens=max_tokens,
+            temp=settings.temp,
+            top_p=settings.top_p,
+            seed=stream_seed(settings.seed, task.prompt),
+            prefill_step=settings.prefill_step,
+            on_prefill=on_prefill,
+            on_token=on_token,
+        )
+    except MoetapError:
+        raise
+    except Exception as error:  # MLX: RuntimeError for all that a device cannot do
+        raise MoetapError(
+            f"stream {task.prompt.id!r}: generation failed ({first_line(error)}); finished "
+            "streams are kept, --resume continues"
+        ) from error
 
 
 def capture(
@@ -224,25 +251,9 @@ def capture(
         if engine:
             engine.start(len(task.tokens), settings.full_prefill)
         with tap(loaded.model, scores=settings.scores, full_prefill=settings.full_prefill) as rows:
-            try:
-                generated, reason = _mlx.generate(
-                    loaded,
-                    task.tokens,
-                    max_tokens=settings.max_tokens,
-                    temp=settings.temp,
-                    top_p=settings.top_p,
-                    seed=stream_seed(settings.seed, task.prompt),
-                    prefill_step=settings.prefill_step,
-                    on_prefill=watcher.prefill,
-                    on_token=watcher.token,
-                )
-            except MoetapError:
-                raise
-            except Exception as error:  # MLX: RuntimeError for all that a device cannot do
-                raise MoetapError(
-                    f"stream {task.prompt.id!r}: generation failed ({first_line(error)}); finished "
-                    "streams are kept, --resume continues"
-                ) from error
+            generated, reason = _generate(
+                loaded, task, settings, settings.max_tokens, watcher.prefill, watcher.token
+            )
             recorded = rows.take()
         measured = engine.take(len(generated)) if engine else None
         _check(task.prompt.id, recorded, [*task.tokens, *generated[:-1]], loaded.info)
