@@ -313,12 +313,14 @@ class _Source:
         if self._hot is None:
             n_experts = self.lanes.n_experts
             first = np.cumsum(n_experts) - n_experts
-            self._hot = np.zeros((self.pool.n_streams, int(n_experts.sum())), dtype=np.int64)
+            # Filled before it is kept: threads share it, and must not meet a part of it.
+            hot = np.zeros((self.pool.n_streams, int(n_experts.sum())), dtype=np.int64)
             for stream, rows in enumerate(self.pool.rows):
                 for layer in range(len(n_experts)):
                     ids = rows[:, layer].ravel()
                     counts = np.bincount(ids[ids != NOT_EXECUTED], minlength=n_experts[layer])
-                    self._hot[stream, first[layer] : first[layer] + n_experts[layer]] = counts
+                    hot[stream, first[layer] : first[layer] + n_experts[layer]] = counts
+            self._hot = hot
         return self._hot
 
 
