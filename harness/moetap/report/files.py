@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from moetap._hdf5 import is_hdf5
 from moetap.errors import MoetapError, UsageError
 
 
@@ -25,19 +26,11 @@ def output_path(path: str | Path) -> Path:
         raise UsageError(f"{target} is a folder; name a file in it")
     if target.exists() and not target.is_file():
         raise UsageError(f"{target} is a device or pipe; name a file")
-    if target.is_file() and _is_hdf5(target):
+    if target.is_file() and is_hdf5(target):
         raise UsageError(f"{target} is an HDF5 file, maybe a trace; name another file")
     if not target.parent.is_dir():
         raise UsageError(f"{target}: folder {target.parent} does not exist; make it first")
     return target
-
-
-def _is_hdf5(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(8) == b"\x89HDF\r\n\x1a\n"
-    except OSError:
-        return False
 
 
 def check_outputs(outputs: Sequence[Path], inputs: Sequence[Path]) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from moetap._hdf5 import is_hdf5
 from moetap.errors import MoetapError, UsageError
 from moetap.store import disk, parts, spec
 from moetap.store.reader import TraceFile, check_same_run
@@ -72,7 +73,6 @@ _SAME_CAPTURE = (
 )
 
 
-_HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _LONGEST_NAME = 255 - len(".parts")  # bytes; macOS and Linux allow 255
 
 
@@ -93,7 +93,9 @@ def check_target(path: str | Path, *, resume: bool, force: bool) -> None:
     # os.path rather than Path: a folder that may not be entered is an answer, not an exception.
     if os.path.isdir(path):
         raise MoetapError(f"{path}: is a folder; name a file in it, such as {path / 'trace.h5'}")
-    if os.path.lexists(path) and not (os.path.isfile(path) and _is_hdf5(path)):
+    # By the first bytes: a damaged trace, or an empty file, may be replaced too.
+    ours = os.path.isfile(path) and (os.path.getsize(path) == 0 or is_hdf5(path))
+    if os.path.lexists(path) and not ours:
         raise MoetapError(f"{path}: exists and is no trace; choose another output")
     if os.path.exists(path.parent) and not os.path.isdir(path.parent):
         raise MoetapError(f"{path}: {path.parent} is a file, not a folder; choose another output")
@@ -107,15 +109,6 @@ def check_target(path: str | Path, *, resume: bool, force: bool) -> None:
         )
     disk.check_unlocked(parts.folder(path))
     _check_existing(path, resume, force)
-
-
-def _is_hdf5(path: Path) -> bool:
-    """By the first bytes. Whether it is a trace is not asked: a damaged one may be replaced too."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_HDF5_SIGNATURE)) in (_HDF5_SIGNATURE, b"")
-    except OSError:
-        return False
 
 
 def _check_existing(path: Path, resume: bool, force: bool) -> None:
