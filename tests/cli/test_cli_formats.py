@@ -11,6 +11,8 @@ import pytest
 
 from moetap import formats
 from moetap.cli import main
+from moetap.errors import MoetapError
+from moetap.formats.base import Counts, CountsFormat
 from moetap.store import TraceWriter, read
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
@@ -37,7 +39,7 @@ def test_list(capsys):
     assert run("formats") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(formats.BUILT_IN)
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 80
 
 
 def test_every_export(trace_file, tmp_path, capsys):
@@ -47,7 +49,8 @@ def test_every_export(trace_file, tmp_path, capsys):
         out = tmp_path / ("x.npz" if name in ("npz", "streamlx") else f"out-{name}")
         assert run("export", trace_file, "--to", name, "-o", out, "--force") == 0, name
         text = capsys.readouterr().out
-        assert text.startswith(f"wrote {out} ({name})")
+        beside = {"npz": "x.json", "streamlx": "x.meta.json"}.get(name)
+        assert text.startswith(f"wrote {out}{f', {tmp_path / beside}' if beside else ''} ({name})")
         assert ("not kept: " in text) == (name != "npz")
         assert out.exists()
 
@@ -56,7 +59,13 @@ def test_there_and_back(trace_file, tmp_path, capsys):
     out, back = tmp_path / "out.npz", tmp_path / "back.h5"
     assert run("export", trace_file, "--to", "npz", "-o", out) == 0
     assert run("import", out, "--from", "npz", "-o", back) == 0
-    assert "2 streams" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    streams = read(trace_file).streams
+    n, d = (
+        sum(values) for values in zip(*((s.n_rows, s.n_generated) for s in streams), strict=True)
+    )
+    assert f"2 streams, {n} rows ({n - d} prefill, {d} decode)" in text and "3 MoE layers" in text
+    assert "compare with the run" not in text
     a, b = read(trace_file), read(back)
     assert a.capture == b.capture and b.complete
     for x, y in zip(a.streams, b.streams, strict=True):
@@ -100,6 +109,13 @@ def test_counts_only(tmp_path, capsys):
         (("export", "T", "--to", "vllm", "-o", "T"), "already exists"),
         (("export", "T", "--to", "npz", "-o", "O"), "ends in .npz"),
         (("export", "T", "--to", "npz", "-o", "none/O"), "does not exist"),
+        (("export", "T", "--to", "mer", "-o", "/dev/null", "--force"), "no regular file"),
+        (
+            ("export", "T", "--to", "npz", "-o", "a.npz", "--dtype", "foo"),
+            "no type that NumPy knows",
+        ),
+        (("export", "T", "--to", "nzp", "-o", "O"), "did you mean npz"),
+        (("import", "T", "--from", "", "-o", "O"), "no format is called ''"),
         (("import", "T", "--from", "eplb", "-o", "O"), "can only be exported"),
         (("import", "T", "--from", "mer", "-o", "O", "--top-k", 2), "no use for --top-k"),
         (("import", "T", "--from", "mer", "-o", "O", "--n-experts", 0), "at least 1"),
@@ -118,6 +134,108 @@ def test_damaged_file(tmp_path, capsys):
     err = capsys.readouterr().err
     assert str(path) in err and "line 1" in err and len(err.splitlines()) == 1
     assert not (tmp_path / "t.h5").exists()
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+
+
+def test_a_file_beside_the_output_is_in_the_way(trace_file, tmp_path, capsys):
+    (tmp_path / "prompts.json").write_text("mine")
+    args = ("export", trace_file, "--to", "npz", "-o", tmp_path / "prompts.npz")
+    assert run(*args) == 2
+    assert f"{tmp_path / 'prompts.json'}: already exists" in capsys.readouterr().err
+    assert (tmp_path / "prompts.json").read_text() == "mine"
+    assert not (tmp_path / "prompts.npz").exists()
+    assert run(*args, "--force") == 0
+    assert listing(tmp_path) == ["prompts.json", "prompts.npz", "t.h5"]
+
+
+@pytest.mark.parametrize(
+    "failing", [MoetapError("no"), OSError(28, "No space left"), KeyboardInterrupt()]
+)
+def test_a_failure_leaves_nothing(failing, trace_file, tmp_path, monkeypatch, capsys):
+    """Also of a folder of several files of which the first one is there."""
+    from moetap.formats import mer
+
+    real, calls = mer.save_text, []
+
+    def save(path, parts):
+        calls.append(path)
+        if len(calls) == 2:
+            raise failing
+        real(path, parts)
+
+    monkeypatch.setattr(mer, "save_text", save)
+    assert run("export", trace_file, "--to", "mer", "-o", tmp_path / "out") == 1
+    assert len(calls) == 2 and listing(tmp_path) == ["t.h5"]
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_folder_where_a_file_is_and_the_other_way_round(trace_file, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    assert run("export", trace_file, "--to", "mer", "-o", tmp_path / "file", "--force") == 2
+    assert "is a file, the export makes a folder" in capsys.readouterr().err
+    assert run("export", trace_file, "--to", "eplb", "-o", tmp_path / "folder") == 2
+    assert "is a folder, the export makes a file" in capsys.readouterr().err
+    assert run("export", trace_file, "--to", "mer", "-o", tmp_path / "folder") == 0
+    assert len(listing(tmp_path / "folder")) == 2 and (tmp_path / "file").read_text() == "mine"
+
+
+BOTH = [name for name in formats.BUILT_IN if formats.get(name).direction == "both"]
+
+
+@pytest.mark.parametrize("name", [*BOTH, "sglang-stat"])
+def test_files_that_are_not_what_they_should_be(name, trace_file, tmp_path, capsys):
+    """One line that says what and where, and nothing is left."""
+    out = tmp_path / "back.h5"
+    options = {"n_experts": 4, "top_k": 2}
+    said = [
+        word
+        for key, value in options.items()
+        if key in formats.get(name).read_options
+        for word in (f"--{key.replace('_', '-')}", value)
+    ]
+    empty, noise, folder = tmp_path / "empty", tmp_path / "noise", tmp_path / "folder"
+    empty.write_bytes(b"")
+    noise.write_bytes(np.random.default_rng(1).bytes(4000))
+    folder.mkdir()
+    before = listing(tmp_path)
+    for path, says in (
+        (empty, "is empty"),
+        (noise, ""),
+        (trace_file, ""),
+        (folder, "folder"),
+        (tmp_path / "none", "no such file"),
+    ):
+        assert run("import", path, "--from", name, "-o", out, *said) == 1
+        text = capsys.readouterr()
+        (line,) = text.err.splitlines()
+        assert line.startswith(f"moetap: error: {path}: ") and says in line and not text.out
+        assert "pickle" not in line
+    assert listing(tmp_path) == before
+
+
+def test_messages_name_the_place_that_the_user_named(trace_file, tmp_path, capsys):
+    one = ("--to", "npz", "-o", tmp_path / "x.bin")
+    assert run("export", trace_file, *one) == 2
+    err = capsys.readouterr().err
+    assert f"{tmp_path / 'x.bin'}: give the archive a name that ends in .npz" in err
+    assert run("export", trace_file, "--to", "mer", "-o", "/proc/out") == 1
+    assert "/proc/out: cannot be written" in capsys.readouterr().err
+
+
+def test_an_open_end_is_said(trace_file, tmp_path, capsys):
+    out = tmp_path / "one.bin"
+    assert run("export", trace_file, "--to", "mblt", "-o", out, "--stream", "prompt 1") == 0
+    capsys.readouterr()
+    assert run("import", out, "--from", "mblt", "-o", tmp_path / "b.h5") == 0
+    text = capsys.readouterr().out
+    last = read(trace_file).streams[1].position[-1]
+    assert f"the last stream ends at position {last}: compare with the run" in text
+    assert "1 stream, " in text
+    assert max(map(len, text.replace(str(tmp_path), "").splitlines())) <= 80
 
 
 class Plug:
@@ -139,6 +257,41 @@ class Plug:
 
 
 PLUG = Plug()
+
+
+class CountsPlug(Plug):
+    """A third party's format whose files hold counts only."""
+
+    direction = "import"
+    read_options = ("n_experts",)
+
+    def read_counts(self, path, options):
+        return Counts(np.array([2, 5]), np.full((2, options.n_experts), 3))
+
+    def read(self, path, options):
+        raise MoetapError(f"{path}: holds counts, no rows; write a table instead: -o counts.csv")
+
+
+COUNTS_PLUG = CountsPlug()
+
+
+def test_plug_in_of_counts(tmp_path, monkeypatch, capsys):
+    points = [
+        EntryPoint("counts", f"{__name__}:COUNTS_PLUG", formats.GROUP),
+        EntryPoint("plug", f"{__name__}:PLUG", formats.GROUP),
+    ]
+    monkeypatch.setattr(formats, "entry_points", lambda group: points)
+    file, out = tmp_path / "x", tmp_path / "c.csv"
+    said = ("--from", "counts", "--n-experts", 4)
+    assert run("import", file, *said, "-o", out) == 0
+    text = capsys.readouterr().out
+    assert "2 MoE layers, 4 experts, counts only" in text and "entropy" in text
+    lines = [f"{layer},{expert},3" for layer in (2, 5) for expert in range(4)]
+    assert out.read_text().splitlines() == ["layer,expert,count", *lines]
+    assert run("import", file, *said, "-o", tmp_path / "t.h5") == 1
+    assert "-o counts.csv" in capsys.readouterr().err
+    # A format without counts makes a trace, whatever the name of the output.
+    assert not isinstance(PLUG, CountsFormat)
 
 
 def test_plug_ins(trace_file, tmp_path, monkeypatch, capsys):

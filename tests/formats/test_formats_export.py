@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import struct
 from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 import pytest
-from formatkit import a_trace, refusal
+from formatkit import a_trace, golden_files, refusal
 
 from moetap import policies
 from moetap.formats import get
@@ -319,3 +320,39 @@ def test_per_agent(tmp_path):
     assert "--lanes 9" in refusal(
         lambda: get("per-agent").write(trace, tmp_path / "p.json", Options(lanes=9))
     )
+
+
+def test_text_is_what_it_always_was(tmp_path):
+    """Bytes of the writers that looped over lines, before tables of strings took over."""
+    golden = Path(__file__).parents[1] / "data/formats/golden"
+    written = {str(p.relative_to(tmp_path)): p.read_bytes() for p in golden_files(tmp_path)}
+    kept = sorted(str(p.relative_to(golden)) for p in golden.rglob("*") if p.is_file())
+    assert len(kept) == 18
+    for name in kept:
+        assert written[name] == (golden / name).read_bytes(), name
+    # Without gates these are the same.
+    for name in ("mer", "mblt", "libcachesim-csv", "per-agent"):
+        for file, data in written.items():
+            if file.startswith(f"{name}-bare"):
+                assert data == written[file.replace("-bare", "-gates")]
+
+
+def test_chunks_join_without_a_seam(tmp_path, monkeypatch):
+    """The same bytes whatever the size of a chunk."""
+    from moetap.formats import _text
+
+    (tmp_path / "a").mkdir()
+    whole = [p.read_bytes() for p in golden_files(tmp_path / "a")]
+    for cells in (1, 9, 50):
+        monkeypatch.setattr(_text, "_CELLS", cells)
+        (tmp_path / str(cells)).mkdir()
+        assert [p.read_bytes() for p in golden_files(tmp_path / str(cells))] == whole
+
+
+def test_digits_of_numbers():
+    from moetap.formats._text import integers
+
+    for values in ([-1, 0, 9, 9_999, 10_000, 10_001, 99_999_999], [5, 100_000_000, 2**62, -1]):
+        front, back = integers(np.array(values))
+        backs = [back] * len(values) if isinstance(back, str) else back.tolist()
+        assert [a + b for a, b in zip(front, backs, strict=True)] == list(map(str, values))

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
-from moetap.errors import UsageError
+from moetap.errors import MoetapError, UsageError
+
+if TYPE_CHECKING:
+    from moetap.formats.base import Format, Options
+    from moetap.trace import Trace
 
 
 def add_parser(verbs: Any) -> None:
@@ -56,13 +61,45 @@ def run(args: argparse.Namespace) -> int:
     options = Options(**given(args, found.write_options, args.to))
     trace = read(args.trace)
     check_output(args.output, args.force)
-    lost = found.write(trace, args.output, options)
-    print(f"wrote {args.output} ({args.to})")
+    written, lost = _write(found, trace, args.output, options, args.force)
+    print(f"wrote {', '.join(map(str, written))} ({args.to})")
     if args.stream is not None and len(trace.streams) > 1:
         lost = [*lost, f"{len(trace.streams) - 1} other streams"]
     for part in lost:
         print(f"not kept: {part}")
     return 0
+
+
+def _write(
+    found: Format, trace: Trace, output: Path, options: Options, force: bool
+) -> tuple[list[Path], list[str]]:
+    """All files of the export or none: they are written beside the output, then moved there.
+
+    Returns the files (a folder counts as one), and what they do not hold.
+    """
+    try:
+        with TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as name:
+            staged = Path(name) / output.name
+            try:
+                lost = found.write(trace, staged, options)
+            except MoetapError as error:
+                # The user knows the place where the file should be, not this one.
+                raise type(error)(str(error).replace(f"{name}/", f"{output.parent}/")) from error
+            # The output itself last: it is the sign that all is there.
+            parts = sorted(Path(name).iterdir(), key=lambda part: part == staged)
+            written = [output.parent / part.name for part in parts]
+            for part, path in zip(parts, written, strict=True):
+                check_output(path, force)
+                if path.exists() and part.is_dir() != path.is_dir():
+                    made, there = ("folder", "file") if part.is_dir() else ("file", "folder")
+                    raise UsageError(
+                        f"{path}: is a {there}, the export makes a {made}; choose another output"
+                    )
+            for part, path in zip(parts, written, strict=True):
+                part.replace(path)
+    except OSError as error:
+        raise MoetapError(f"{output}: cannot be written ({error.strerror or error})") from error
+    return written[::-1], lost
 
 
 def given(args: argparse.Namespace, allowed: tuple[str, ...], name: str) -> dict[str, Any]:
@@ -87,5 +124,7 @@ def check_output(path: Path, force: bool) -> None:
         # Files of another export among those of this one would be read as its streams.
         if any(path.iterdir()):
             raise UsageError(f"{path}: is a folder with files in it; empty it, or choose another")
+    elif path.exists() and not path.is_file():
+        raise UsageError(f"{path}: is no regular file; choose another output")
     elif path.exists() and not force:
         raise UsageError(f"{path}: already exists; --force overwrites it")

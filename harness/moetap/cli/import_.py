@@ -57,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """Import. Returns the exit code."""
     from moetap import formats
     from moetap.cli.export import check_output, given
-    from moetap.formats.base import Options
-    from moetap.formats.sglang_stat import SglangStat
+    from moetap.formats.base import CountsFormat, Options
 
     found = formats.get(args.source)
     if found.direction == "export":
@@ -70,28 +69,65 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--start-len must not be negative")
     options = Options(**given(args, found.read_options, args.source))
     check_output(args.output, args.force)
-    if isinstance(found, SglangStat) and args.output.suffix == ".csv":
-        _write_counts(args.output, found.read_counts(args.file))
+    if isinstance(found, CountsFormat) and args.output.suffix == ".csv":
+        trace = None
+        _write_counts(args.output, found.read_counts(args.file, options))
     else:
-        _write_trace(args.output, found.read(args.file, options), args.force)
+        trace = found.read(args.file, options)
+        # A plug-in need not know of this.
+        _write_trace(args.output, trace, args.force, getattr(found, "open_end", False))
     for part in found.not_kept:
         print(f"not kept: {part}")
+    if trace is not None:
+        print(f"next: moetap info {args.output}")
     return 0
 
 
-def _write_trace(path: Path, trace: Trace, force: bool) -> None:
+def _write_trace(path: Path, trace: Trace, force: bool, open_end: bool) -> None:
     from moetap.store import TraceWriter
 
     with TraceWriter(path, trace.model, trace.capture, force=force) as writer:
         for stream in trace.streams:
             writer.append(stream)
         writer.close(complete=trace.complete)
-    model = trace.model
+    streams, model = trace.streams, trace.model
+    n_rows, n_decode = sum(s.n_rows for s in streams), sum(s.n_generated for s in streams)
     print(
-        f"wrote {path}: {len(trace.streams)} streams, {sum(s.n_rows for s in trace.streams)} rows, "
-        f"{model.n_layers} MoE layers"
+        f"wrote {path}: {_many(len(streams), 'stream')}, {_many(n_rows, 'row')} "
+        f"({n_rows - n_decode} prefill, {n_decode} decode)"
     )
-    print(f"next: moetap info {path}")
+    print(
+        f"model: {_many(model.n_layers, 'MoE layer')} ({_ranges(model.layer_index.tolist())}), "
+        f"top-{_span(model.top_k.tolist())} of {_span(model.n_experts.tolist())} experts"
+    )
+    if open_end:
+        last = streams[-1]
+        print(
+            f"the last stream ends at position {last.first_position + last.n_rows - 1}: compare "
+            "with the run, since the format\ndoes not show whether whole steps are missing"
+        )
+
+
+def _many(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _span(values: list[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low}" if low == high else f"{low}-{high}"
+
+
+def _ranges(layers: list[int]) -> str:
+    """0-7, or 1-3,5,9-11."""
+    parts: list[list[int]] = []
+    for layer in layers:
+        if parts and layer == parts[-1][-1] + 1:
+            parts[-1].append(layer)
+        else:
+            parts.append([layer])
+    # A model with an MoE layer in every other place has as many ranges as layers.
+    text = ",".join(_span(part) for part in parts)
+    return text if len(text) <= 40 else f"{len(layers)} of {layers[0]}-{layers[-1]}"
 
 
 def _write_counts(path: Path, counts: Counts) -> None:

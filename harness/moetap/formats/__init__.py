@@ -11,6 +11,7 @@ built-in: a built-in's name always means the built-in.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
@@ -68,7 +69,9 @@ def get(name: str) -> Format:
     for point in _plug_ins():
         if point.name == name:
             return _load(point)
-    raise UsageError(f"no format is called {name!r}; there are {', '.join(names())}")
+    close = get_close_matches(name, names(), 1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise UsageError(f"no format is called {name!r}; {hint}moetap formats lists them")
 
 
 def _load(point: EntryPoint) -> Format:

@@ -2,7 +2,8 @@
 
 Knows how rows and streams are found in them: a token's lines follow each other with layers that
 rise; a token index that does not go on by one begins a new stream if it goes back, and is an error
-if it skips. Refuses to know the names of the fields.
+if it skips. The last token of a stream reaches the last layer, or the file is cut off. Refuses to
+know the names of the fields.
 """
 
 from __future__ import annotations
@@ -97,9 +98,17 @@ def streams_of(cells: list[Cell], options: Options) -> tuple[list[Rows], NDArray
                 f"line {cell.line}: token {cell.token} follows token {previous.token}"
             )
         previous = cell
+    layers = np.unique([c.layer for c in cells]).astype(np.int64)
+    for group in groups:
+        last = group.rows[-1]
+        if last[-1].layer != layers[-1]:
+            raise MoetapError(
+                f"line {last[-1].line}: cut off: the stream's last token ends in layer "
+                f"{last[-1].layer}, the file has layers up to {layers[-1]}; what stands before "
+                f"line {last[0].line} is whole"
+            )
     if options.n_prompt is not None and len(groups) > 1:
         raise UsageError(f"--n-prompt goes with one stream, the file has {len(groups)}")
-    layers = np.unique([c.layer for c in cells]).astype(np.int64)
     if layers[-1] >= 2**20:
         raise MoetapError(f"layer {layers[-1]} is not a layer")
     order = {int(layer): i for i, layer in enumerate(layers)}

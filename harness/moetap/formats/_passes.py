@@ -5,14 +5,14 @@ Knows how streams are found in such a log and cut into one. Refuses to know how 
 A pass ends where the layer index does not rise. A pass over several tokens is prefill; one that
 follows a pass over a single token begins a new stream. An engine may run its last layers only for
 the last tokens of a prefill pass (llama.cpp drops outputs that nobody reads), so a record of fewer
-tokens than its pass stands for the last ones.
+tokens than its pass stands for the last ones. The last pass of a stream reaches the last layer, or
+the log is cut off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,14 @@ def streams_of(records: Sequence[Record], options: Options) -> tuple[list[Rows],
             groups.append([])
         groups[-1].append(this)
         previous = n
+    for group in groups:
+        last = group[-1]
+        if last[-1].layer != layers[-1]:
+            raise MoetapError(
+                f"{last[-1].where}: cut off: the stream's last pass ends in layer "
+                f"{last[-1].layer}, the file has layers up to {layers[-1]}; what stands before "
+                f"{last[0].where} is whole"
+            )
     if options.n_prompt is not None and len(groups) > 1:
         raise UsageError(f"--n-prompt goes with one stream, the file has {len(groups)}")
     return [
@@ -93,39 +101,47 @@ def _rows(
     )
 
 
-def passes_of(stream: Stream, model: ModelInfo, name: str) -> list[list[tuple[int, slice]]]:
-    """The stream as passes: the prompt in one, then a token each.
+def prompt_pass(stream: Stream, model: ModelInfo, name: str) -> list[tuple[int, slice]]:
+    """The stream's first pass, which is the prompt: per layer that ran, moe_order and rows.
 
-    Per pass and layer that ran: moe_order, and the rows of the record.
+    Each row after it is a pass of its own, of the layers that ran.
 
     Raises:
         MoetapError: a reader would put the stream together differently.
     """
     n_prompt = stream.n_prompt - stream.first_position
-    cuts = [0, *range(n_prompt, stream.n_rows + 1)]
-    ran = (stream.experts != NOT_EXECUTED).any(axis=2)
-    out: list[list[tuple[int, slice]]] = []
-    for start, end in pairwise(cuts):
-        this = []
-        for order in range(model.n_layers):
-            cells = ran[start:end, order]
-            n = int(cells.sum())
-            if not cells[len(cells) - n :].all():
-                raise MoetapError(
-                    f"stream {stream.prompt_id!r}: layer {model.layer_index[order]} ran for some "
-                    f"prompt tokens but not for all after them; {name} has no place for that"
-                )
-            if n:
-                this.append((order, slice(end - n, end)))
-        if not any(at.start == start for _, at in this):
+    ran = stream.experts[:, :, 0] != NOT_EXECUTED
+    rows_of = ran[:n_prompt].sum(axis=0)
+    out = []
+    for order, n in enumerate(rows_of.tolist()):
+        if not ran[n_prompt - n : n_prompt, order].all():
             raise MoetapError(
-                f"stream {stream.prompt_id!r}: no layer ran in row {start}, {name} has no place "
-                "for such a row"
+                f"stream {stream.prompt_id!r}: layer {model.layer_index[order]} ran for some "
+                f"prompt tokens but not for all after them; {name} has no place for that"
             )
-        if out and this[0][0] > out[-1][-1][0]:
-            raise MoetapError(
-                f"stream {stream.prompt_id!r}: the layers that ran in rows {start - 1} and "
-                f"{start} look like one pass in {name}"
-            )
-        out.append(this)
+        if n:
+            out.append((order, slice(n_prompt - n, n_prompt)))
+    empty = ~ran.any(axis=1)
+    # Within the prompt only its first row shows: layers run for its last rows.
+    empty[1:n_prompt] = False
+    if empty.any():
+        raise MoetapError(
+            f"stream {stream.prompt_id!r}: no layer ran in row {empty.argmax()}, {name} has no "
+            "place for such a row"
+        )
+    first = ran[n_prompt:].argmax(axis=1)
+    last = model.n_layers - 1 - ran[:, ::-1].argmax(axis=1)
+    last[n_prompt - 1] = out[-1][0]
+    joined = first > last[n_prompt - 1 : -1]
+    if joined.any():
+        row = n_prompt + int(joined.argmax())
+        raise MoetapError(
+            f"stream {stream.prompt_id!r}: the layers that ran in rows {row - 1} and {row} look "
+            f"like one pass in {name}"
+        )
+    if last[-1] != np.flatnonzero(ran.any(axis=0))[-1]:
+        raise MoetapError(
+            f"stream {stream.prompt_id!r}: the last layer did not run in the last row, which "
+            f"{name} would take for a file that is cut off"
+        )
     return out

@@ -18,7 +18,7 @@ import tempfile
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +86,23 @@ class Counts:
     layer_index: NDArray[np.int64]
     counts: NDArray[np.int64]
 
+    def __post_init__(self) -> None:
+        ascending(self.layer_index, "layer_index")
+        counts = int_array(self.counts, 2, "counts")
+        if len(counts) != len(self.layer_index) or not counts.size or counts.min() < 0:
+            raise MoetapError(
+                f"counts of shape {counts.shape} for {len(self.layer_index)} layers: expected a "
+                "row of counts, none negative, for each layer"
+            )
+
+
+@runtime_checkable
+class CountsFormat(Format, Protocol):
+    """A format of which some files hold counts only; `read` refuses those."""
+
+    def read_counts(self, path: Path, options: Options) -> Counts:
+        """Read the counts of a file. MoetapError as in `read`."""
+
 
 class Base:
     """Defaults for the built-ins."""
@@ -96,6 +113,8 @@ class Base:
     write_options: tuple[str, ...] = ()
     read_options: tuple[str, ...] = ()
     not_kept: tuple[str, ...] = ()
+    # A file that is cut between two steps looks whole; the import says so.
+    open_end = False
 
     def write(self, trace: Trace, path: Path, options: Options) -> list[str]:
         raise UsageError(f"{self.name} can only be imported")
@@ -297,6 +316,8 @@ def drop_dense(
 def refusing(path: Path) -> Iterator[None]:
     """Turn whatever a foreign or damaged file provokes into one line that starts with the path."""
     try:
+        if path.is_file() and not path.stat().st_size:
+            raise MoetapError("is empty")
         yield
     except MoetapError as error:
         text = str(error)
@@ -307,6 +328,10 @@ def refusing(path: Path) -> Iterator[None]:
         raise MoetapError(f"{path}: is a folder") from None
     except PermissionError as error:
         raise MoetapError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise MoetapError(
+            f"{path}: is not text (offset {error.start}: {error.reason}), hence not of this format"
+        ) from error
     except (
         OSError,
         EOFError,
@@ -341,6 +366,19 @@ def input_files(path: Path, *suffixes: str) -> list[Path]:
 def load_json(path: Path) -> Any:
     """A JSON file; its errors carry line and column."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def load_npz(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of an .npz. Call it within `refusing`."""
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\3\4":
+            # NumPy would take it for a pickle, and advise to run that.
+            raise MoetapError("is not an .npz archive")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except zipfile.BadZipFile as error:
+        raise MoetapError(f"cut off or damaged ({error})") from error
 
 
 def whole(value: Any, what: str, least: int = 0) -> int:
@@ -396,26 +434,37 @@ def ascending(values: ArrayLike, what: str) -> NDArray[np.int64]:
 # ---- writing
 
 
-def save(path: Path, data: bytes) -> None:
-    """Write a file in one step: a reader, or a crash, never meets half of it."""
+def save(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Write a file in one step: a reader, or a crash, never meets half of it.
+
+    data: the file, or its parts, of which only one at a time is in memory.
+    """
     temporary = ""
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            for part in [data] if isinstance(data, bytes) else data:
+                file.write(part)
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, path)
+        temporary = ""
     except OSError as error:
+        raise MoetapError(f"{path}: cannot be written ({error.strerror or error})") from error
+    finally:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
-        raise MoetapError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
-def save_lines(path: Path, lines: Sequence[str]) -> None:
+def save_text(path: Path, parts: Iterable[str]) -> None:
+    """A text file, part by part."""
+    save(path, (part.encode() for part in parts))
+
+
+def save_lines(path: Path, lines: Iterable[str]) -> None:
     """A text file of these lines."""
-    save(path, "".join(f"{line}\n" for line in lines).encode())
+    save_text(path, (f"{line}\n" for line in lines))
 
 
 def chosen(trace: Trace, options: Options) -> list[Stream]:
@@ -509,12 +558,20 @@ def rows_left_out(trace: Trace, options: Options) -> list[str]:
 
 
 def check_rows_ran(stream: Stream, format_name: str) -> None:
-    """For formats that have no place for a row of which no layer ran."""
+    """For formats that have no place for a row of which no layer ran, and that show by the last
+    layer of the last row that they are whole.
+    """
     empty = (stream.experts == NOT_EXECUTED).all(axis=(1, 2))
     if empty.any():
         raise MoetapError(
             f"stream {stream.prompt_id!r}: no layer ran in row {int(empty.argmax())}, "
             f"{format_name} has no place for such a row"
+        )
+    ran = (stream.experts != NOT_EXECUTED).any(axis=2)
+    if not ran[-1, np.flatnonzero(ran.any(axis=0))[-1]]:
+        raise MoetapError(
+            f"stream {stream.prompt_id!r}: the last layer did not run in the last row, which "
+            f"{format_name} would take for a file that is cut off"
         )
 
 

@@ -23,7 +23,7 @@ _F32 = 0  # GGML tensor type
 class Imatrix(Base):
     name = "imatrix"
     direction = "export"
-    summary = "llama.cpp imatrix counts (GGUF), without sums of activations"
+    summary = "llama.cpp imatrix counts (GGUF), no activations"
     write_options = ("stream", "rows")
 
     def write(self, trace: Trace, path: Path, options: Options) -> list[str]:

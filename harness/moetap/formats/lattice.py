@@ -5,13 +5,15 @@ Knows these four fields; the token index is the absolute position.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moetap.formats._lines import Cell, id_list, read_cells, streams_of, weight_list
+from moetap.formats._lines import Cell, read_cells, streams_of, weight_list
+from moetap.formats._lines import id_list as ids_of
+from moetap.formats._text import Strings, chunks, gate_list, id_list, strings, text
 from moetap.formats.base import (
     Base,
     Options,
@@ -21,10 +23,10 @@ from moetap.formats.base import (
     need_n_experts,
     one_file_per_stream,
     refusing,
-    save_lines,
+    save_text,
     whole,
 )
-from moetap.trace import NOT_EXECUTED, Trace
+from moetap.trace import NOT_EXECUTED, ModelInfo, Stream, Trace
 
 
 class Lattice(Base):
@@ -33,31 +35,12 @@ class Lattice(Base):
     write_options = ("stream",)
     read_options = ("n_experts", "model_id", "n_prompt")
     not_kept = ("rank order within a row (gates are kept)",)
+    open_end = True
 
     def write(self, trace: Trace, path: Path, options: Options) -> list[str]:
-        layers = trace.model.layer_index.tolist()
         for stream, file in one_file_per_stream(trace, path, options, ".jsonl"):
             check_rows_ran(stream, "lattice")
-            lines = []
-            for row, position in enumerate(stream.position.tolist()):
-                for order, layer in enumerate(layers):
-                    ids = stream.experts[row, order]
-                    ids = ids[ids != NOT_EXECUTED]
-                    if not len(ids):
-                        continue
-                    gates = np.zeros(0)
-                    if stream.scores is not None:
-                        gates = stream.scores[row, order, : len(ids)].astype(np.float64)
-                        # JSON has no NaN; a weight that is not known is no weight.
-                        gates = gates if np.isfinite(gates).all() else np.zeros(0)
-                    line = {
-                        "layer_idx": layer,
-                        "token_idx": position,
-                        "selected_ids": ids.tolist(),
-                        "gate_weights": gates.tolist(),
-                    }
-                    lines.append(json.dumps(line, separators=(",", ":")))
-            save_lines(file, lines)
+            save_text(file, _lines(stream, trace.model))
         return lost(trace, "layers", "first_position", "scores")
 
     def read(self, path: Path, options: Options) -> Trace:
@@ -73,8 +56,32 @@ class Lattice(Base):
             )
 
 
+def _lines(stream: Stream, model: ModelInfo) -> Iterator[str]:
+    layers = strings(
+        [f'{{"layer_idx":{layer},"token_idx":' for layer in model.layer_index.tolist()]
+    )
+    for rows in chunks(stream.n_rows, model.n_layers):
+        ids = stream.experts[rows]
+        row, order = np.nonzero(ids[:, :, 0] != NOT_EXECUTED)
+        ids = ids[row, order]
+        tokens = strings([f'{p},"selected_ids":[' for p in stream.position[rows].tolist()])
+        weights: str | Strings = ""
+        if stream.scores is not None:
+            # JSON has no NaN; a weight that is not known is no weight.
+            weights = gate_list(ids, stream.scores[rows][row, order], ",")
+        yield text(
+            len(row),
+            layers[order],
+            tokens[row],
+            id_list(ids, ","),
+            '],"gate_weights":[',
+            weights,
+            "]}\n",
+        )
+
+
 def _cell(record: dict[str, Any], line: int) -> Cell:
-    ids = id_list(record["selected_ids"], "selected_ids")
+    ids = ids_of(record["selected_ids"], "selected_ids")
     weights = record["gate_weights"]
     return Cell(
         token=whole(record["token_idx"], "token_idx"),

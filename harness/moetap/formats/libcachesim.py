@@ -33,7 +33,7 @@ OPTIONS = ("stream", "rows", "scope")
 class LibCacheSim(Base):
     name = "libcachesim"
     direction = "export"
-    summary = "libCacheSim oracleGeneral, binary; per layer or global"
+    summary = "libCacheSim oracleGeneral; global or a file per layer"
     write_options = OPTIONS
 
     def write(self, trace: Trace, path: Path, options: Options) -> list[str]:
@@ -59,14 +59,17 @@ def requests(
     """RECORDs and the file they go to: one for all layers, or one per layer in a folder."""
     model = trace.model
     ids = np.concatenate([rows for _, rows in selected(trace, options)])
-    row, order, slot = np.nonzero(ids != NOT_EXECUTED)
-    if not len(row):
+    flat = ids.reshape(-1)
+    at = np.flatnonzero(flat != NOT_EXECUTED)
+    if not len(at):
         raise MoetapError(f"{trace.source or 'trace'}: no request to write")
     if len(ids) > 2**32 or model.expert_bytes.max() >= 2**32:
         raise MoetapError("a time or an expert's size does not fit 32 bits")
-    records = np.empty(len(row), dtype=RECORD)
-    records["time"] = row
-    records["object"] = order * int(model.n_experts.max()) + ids[row, order, slot]
+    cell = at // ids.shape[2]
+    order = cell % model.n_layers
+    records = np.empty(len(at), dtype=RECORD)
+    records["time"] = cell // model.n_layers
+    records["object"] = order * int(model.n_experts.max()) + flat[at]
     # libCacheSim skips requests of size 0.
     records["size"] = np.maximum(model.expert_bytes[order], 1)
     scope = options.scope or "global"
@@ -88,8 +91,10 @@ def requests(
 def _next(objects: NDArray[np.uint64]) -> NDArray[np.int64]:
     """The request number, counted from 1, at which each request's object is wanted again; -1
     never."""
-    order = np.argsort(objects, kind="stable")
-    same = objects[order][1:] == objects[order][:-1]
+    # NumPy sorts 16-bit numbers several times faster.
+    narrow = objects.astype(np.min_scalar_type(int(objects.max())))
+    order = np.argsort(narrow, kind="stable")
+    same = narrow[order][1:] == narrow[order][:-1]
     out = np.full(len(objects), -1, dtype=np.int64)
     out[order[:-1][same]] = order[1:][same] + 1
     return out

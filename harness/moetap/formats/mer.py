@@ -5,11 +5,15 @@ Knows the first three fields; the cache's and the predictor's view has no place 
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moetap.formats._lines import Cell, id_list, read_cells, streams_of
+import numpy as np
+
+from moetap.formats._lines import Cell, read_cells, streams_of
+from moetap.formats._lines import id_list as ids_of
+from moetap.formats._text import chunks, id_list, strings, text
 from moetap.formats.base import (
     Base,
     Options,
@@ -19,10 +23,10 @@ from moetap.formats.base import (
     need_n_experts,
     one_file_per_stream,
     refusing,
-    save_lines,
+    save_text,
     whole,
 )
-from moetap.trace import NOT_EXECUTED, Trace
+from moetap.trace import NOT_EXECUTED, ModelInfo, Stream, Trace
 
 
 class Mer(Base):
@@ -31,26 +35,12 @@ class Mer(Base):
     write_options = ("stream",)
     read_options = ("n_experts", "model_id", "n_prompt")
     not_kept = ("cache hits", "predicted experts")
+    open_end = True
 
     def write(self, trace: Trace, path: Path, options: Options) -> list[str]:
-        layers = trace.model.layer_index.tolist()
         for stream, file in one_file_per_stream(trace, path, options, ".jsonl"):
             check_rows_ran(stream, "MER")
-            lines = []
-            for row, position in enumerate(stream.position.tolist()):
-                for order, layer in enumerate(layers):
-                    ids = stream.experts[row, order]
-                    ids = ids[ids != NOT_EXECUTED]
-                    if len(ids):
-                        line = {
-                            "token": position,
-                            "layer": layer,
-                            "experts": ids.tolist(),
-                            "cache_hit": [],
-                            "predicted": [],
-                        }
-                        lines.append(json.dumps(line, separators=(",", ":")))
-            save_lines(file, lines)
+            save_text(file, _lines(stream, trace.model))
         return [
             *lost(trace, "layers", "first_position"),
             "cache hits: left empty, since a trace knows no cache",
@@ -64,11 +54,26 @@ class Mer(Base):
             )
 
 
+def _lines(stream: Stream, model: ModelInfo) -> Iterator[str]:
+    layers = strings([f'{layer},"experts":[' for layer in model.layer_index.tolist()])
+    for rows in chunks(stream.n_rows, model.n_layers):
+        ids = stream.experts[rows]
+        row, order = np.nonzero(ids[:, :, 0] != NOT_EXECUTED)
+        tokens = strings([f'{{"token":{p},"layer":' for p in stream.position[rows].tolist()])
+        yield text(
+            len(row),
+            tokens[row],
+            layers[order],
+            id_list(ids[row, order], ","),
+            '],"cache_hit":[],"predicted":[]}\n',
+        )
+
+
 def _cell(record: dict[str, Any], line: int) -> Cell:
     return Cell(
         token=whole(record["token"], "token"),
         layer=whole(record["layer"], "layer"),
-        ids=id_list(record["experts"], "experts"),
+        ids=ids_of(record["experts"], "experts"),
         weights=None,
         line=line,
     )

@@ -17,7 +17,7 @@ from moetap.trace import Trace
 class MoeInfinity(Base):
     name = "moe-infinity"
     direction = "export"
-    summary = "MoE-Infinity activation matrices (.npy), a matrix per stream"
+    summary = "MoE-Infinity activation matrices (.npy), one a stream"
     write_options = ("stream", "rows", "hidden_layers")
 
     def write(self, trace: Trace, path: Path, options: Options) -> list[str]:

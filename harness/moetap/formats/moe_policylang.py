@@ -7,14 +7,24 @@ starts at 0 with each stream.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moetap.formats.base import Base, Options, chosen, lost, save_lines
+from moetap.formats._text import (
+    Strings,
+    chunks,
+    finite_lines,
+    gate_list,
+    id_list,
+    strings,
+    text,
+)
+from moetap.formats.base import Base, Options, chosen, lost, save_text
 from moetap.formats.parquet import pyarrow, save_table
-from moetap.trace import NOT_EXECUTED, Trace
+from moetap.trace import NOT_EXECUTED, ModelInfo, Stream, Trace
 
 
 class MoePolicylang(Base):
@@ -25,42 +35,72 @@ class MoePolicylang(Base):
 
     def write(self, trace: Trace, path: Path, options: Options) -> list[str]:
         model = trace.model
-        entries: list[dict[str, Any]] = []
-        for stream in chosen(trace, options):
-            for row in range(stream.n_rows):
-                for order, layer in enumerate(model.layer_index.tolist()):
-                    ids = stream.experts[row, order]
-                    ids = ids[ids != NOT_EXECUTED]
-                    if not len(ids):
-                        continue
-                    scores = None
-                    if stream.scores is not None:
-                        found = stream.scores[row, order, : len(ids)].astype(np.float64)
-                        scores = found.tolist() if np.isfinite(found).all() else None
-                    entries.append({"t": row, "l": layer, "e": ids.tolist(), "s": scores})
+        streams = chosen(trace, options)
         header = {
             "model_name": model.id,
             "num_layers": int(model.layer_index[-1]) + 1,
             "num_experts": int(model.n_experts.max()),
             "top_k": model.max_top_k,
-            "num_entries": len(entries),
+            "num_entries": sum(int((s.experts[:, :, 0] != NOT_EXECUTED).sum()) for s in streams),
         }
         if path.suffix == ".parquet":
-            pa = pyarrow()
-            schema = pa.schema(
-                [
-                    ("t", pa.int32()),
-                    ("l", pa.int32()),
-                    ("e", pa.list_(pa.int32())),
-                    ("s", pa.list_(pa.float32())),
-                ],
-                metadata={key: str(value) for key, value in header.items()},
-            )
-            save_table(path, pa.Table.from_pylist(entries, schema=schema))
+            save_table(path, _table(streams, model, header))
         else:
-            lines = [json.dumps(line) for line in (header, *entries)]
-            save_lines(path, lines)
+            save_text(path, _lines(streams, model, header))
         return lost(trace, "model id", "layers", "ragged n_experts", "n_experts", "scores")
+
+
+def _lines(streams: list[Stream], model: ModelInfo, header: dict[str, Any]) -> Iterator[str]:
+    yield json.dumps(header) + "\n"
+    layers = strings([f'{layer}, "e": [' for layer in model.layer_index.tolist()])
+    for stream in streams:
+        for rows in chunks(stream.n_rows, model.n_layers):
+            ids = stream.experts[rows]
+            row, order = np.nonzero(ids[:, :, 0] != NOT_EXECUTED)
+            ids = ids[row, order]
+            steps = strings([f'{{"t": {t}, "l": ' for t in range(rows.start, rows.stop)])
+            before: str | Strings = '], "s": null}\n'
+            weights: str | Strings = ""
+            after: str | Strings = ""
+            if stream.scores is not None:
+                gates = stream.scores[rows][row, order]
+                known = finite_lines(ids, gates)
+                before = np.where(known, strings(['], "s": [']), strings(['], "s": null}\n']))
+                weights = gate_list(ids, gates, ", ")
+                after = np.where(known, strings(["]}\n"]), strings([""]))
+            yield text(
+                len(row), steps[row], layers[order], id_list(ids, ", "), before, weights, after
+            )
+
+
+def _table(streams: list[Stream], model: ModelInfo, header: dict[str, Any]) -> Any:
+    pa = pyarrow()
+    schema = pa.schema(
+        [
+            ("t", pa.int32()),
+            ("l", pa.int32()),
+            ("e", pa.list_(pa.int32())),
+            ("s", pa.list_(pa.float32())),
+        ],
+        metadata={key: str(value) for key, value in header.items()},
+    )
+    tables = []
+    for stream in streams:
+        row, order = np.nonzero(stream.experts[:, :, 0] != NOT_EXECUTED)
+        ids = stream.experts[row, order]
+        there = ids != NOT_EXECUTED
+        ends = pa.array(np.cumsum([0, *there.sum(axis=1)]), pa.int32())
+        scores = pa.nulls(len(row), pa.list_(pa.float32()))
+        if stream.scores is not None:
+            gates = stream.scores[row, order]
+            known = pa.array(~finite_lines(ids, gates))
+            values = pa.array(gates[there].astype(np.float32))
+            scores = pa.ListArray.from_arrays(ends, values, mask=known)
+        experts = pa.ListArray.from_arrays(ends, pa.array(ids[there].astype(np.int32)))
+        layers = pa.array(model.layer_index[order], pa.int32())
+        columns = [pa.array(row, pa.int32()), layers, experts, scores]
+        tables.append(pa.table(columns, schema=schema))
+    return pa.concat_tables(tables)
 
 
 FORMAT = MoePolicylang()

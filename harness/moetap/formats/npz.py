@@ -28,6 +28,7 @@ from moetap.formats.base import (
     chosen,
     int_array,
     load_json,
+    load_npz,
     make_trace,
     mapping,
     need_n_experts,
@@ -57,7 +58,7 @@ def sidecar(path: Path) -> Path:
 
 class Npz(Base):
     name = "npz"
-    summary = "NumPy archive (rows, L, k) with a sidecar JSON; keeps all but measured I/O"
+    summary = "NumPy archive with a sidecar JSON, keeps nearly all"
     write_options = ("stream", "dtype", "missing")
     read_options = ("model_id", "n_experts", "layers", "n_prompt")
     not_kept = ()
@@ -66,9 +67,12 @@ class Npz(Base):
         if path.suffix != ".npz":
             raise UsageError(f"{path}: give the archive a name that ends in .npz")
         streams = chosen(trace, options)
-        dtype = np.dtype(options.dtype or "uint16")
+        try:
+            dtype = np.dtype(options.dtype or "uint16")
+        except TypeError:
+            raise UsageError(f"--dtype {options.dtype!r:.40} is no type that NumPy knows") from None
         if dtype.kind not in "iu":
-            raise UsageError(f"--dtype {dtype}: ids need an integer type")
+            raise UsageError(f"--dtype {dtype}: ids need an integer type, such as uint16")
         limits = np.iinfo(dtype)
         missing = options.missing
         if missing is None:
@@ -115,12 +119,7 @@ class Npz(Base):
 
     def read(self, path: Path, options: Options) -> Trace:
         with refusing(path):
-            with path.open("rb"):
-                pass  # a missing file is no damage
-            with np.load(path, allow_pickle=False) as archive:
-                if not isinstance(archive, np.lib.npyio.NpzFile):
-                    raise MoetapError("is not an .npz archive")
-                arrays = {name: archive[name] for name in archive.files}
+            arrays = load_npz(path)
         header: dict[str, Any] = {}
         if sidecar(path).exists():
             with refusing(sidecar(path)):

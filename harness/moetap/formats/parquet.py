@@ -29,7 +29,7 @@ def pyarrow() -> Any:
 class Parquet(Base):
     name = "parquet"
     direction = "export"
-    summary = "long table, one line a selected expert (.parquet, .arrow, .feather)"
+    summary = "long table: .parquet, .arrow or .feather"
     write_options = ("stream",)
 
     def write(self, trace: Trace, path: Path, options: Options) -> list[str]:

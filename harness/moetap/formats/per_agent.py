@@ -6,18 +6,22 @@ shortest stream.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moetap.errors import MoetapError, UsageError
-from moetap.formats.base import Base, Options, lost, save
-from moetap.trace import NOT_EXECUTED, Trace
+from moetap.formats._text import Strings, chunks, id_list, strings, text
+from moetap.formats.base import Base, Options, lost, save_text
+from moetap.trace import ModelInfo, Trace
 
 
 class PerAgent(Base):
     name = "per-agent"
     direction = "export"
-    summary = "per-agent decode steps as JSON; B lanes at matched steps"
+    summary = "decode steps of B lanes side by side, as JSON"
     write_options = ("lanes",)
 
     def write(self, trace: Trace, path: Path, options: Options) -> list[str]:
@@ -28,17 +32,7 @@ class PerAgent(Base):
         steps = min(len(lane) for lane in lanes)
         if not steps:
             raise MoetapError(f"{trace.source or 'trace'}: a lane has no decode step")
-        out = [
-            {
-                "layer": layer,
-                "per_agent": [
-                    [e for e in lane[step, order].tolist() if e != NOT_EXECUTED] for lane in lanes
-                ],
-            }
-            for step in range(steps)
-            for order, layer in enumerate(trace.model.layer_index.tolist())
-        ]
-        save(path, json.dumps(out, separators=(",", ":")).encode())
+        save_text(path, _steps([lane[:steps] for lane in lanes], trace.model))
         beyond = sum(len(s.decode()) - steps for s in trace.streams[:n])
         left = len(trace.streams) - n
         return [
@@ -47,6 +41,21 @@ class PerAgent(Base):
             *([f"{beyond} decode rows after the shortest lane's end"] if beyond else []),
             *([f"{left} streams beyond the {n} lanes"] if left else []),
         ]
+
+
+def _steps(lanes: list[NDArray[np.uint16]], model: ModelInfo) -> Iterator[str]:
+    """The JSON list. lanes: each (steps, L, K)."""
+    layers = strings([f'{{"layer":{layer},"per_agent":[[' for layer in model.layer_index.tolist()])
+    before = "["
+    for steps in chunks(len(lanes[0]), model.n_layers * len(lanes)):
+        n = (steps.stop - steps.start) * model.n_layers
+        columns: list[str | Strings] = ["],["] * (2 * len(lanes) + 1)
+        columns[0] = np.tile(layers, steps.stop - steps.start)
+        columns[1::2] = [id_list(lane[steps].reshape(n, -1), ",") for lane in lanes]
+        columns[-1] = "]]},"
+        yield before + text(n, *columns)[:-1]
+        before = ","
+    yield "]"
 
 
 FORMAT = PerAgent()

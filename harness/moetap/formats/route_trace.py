@@ -8,12 +8,15 @@ trace.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moetap.errors import MoetapError
+from moetap.formats._text import Strings, chunks, gate_table, id_table, strings, text
 from moetap.formats.base import (
     MISSING,
     Base,
@@ -24,9 +27,9 @@ from moetap.formats.base import (
     lost,
     make_trace,
     refusing,
-    save,
+    save_text,
 )
-from moetap.trace import NOT_EXECUTED, Trace
+from moetap.trace import NOT_EXECUTED, ModelInfo, Stream, Trace
 
 _HEAD = "# route_trace v1"
 _RUN = re.compile(
@@ -41,7 +44,7 @@ _COLUMNS = "turn,phase,step,layer,slot,expert,weight,residency,expert_bytes"
 
 class RouteTrace(Base):
     name = "route-trace"
-    summary = "route_trace v1 CSV of BigMoeOnEdge; a turn a stream, with gate weights"
+    summary = "route_trace v1 CSV of BigMoeOnEdge, with weights"
     write_options = ("stream",)
     read_options = ("model_id",)
     not_kept = (
@@ -49,37 +52,29 @@ class RouteTrace(Base):
         "dense bytes per layer",
         "rank order within a row (weights are kept)",
     )
+    open_end = True
 
     def write(self, trace: Trace, path: Path, options: Options) -> list[str]:
         model = trace.model
         n_layer = int(model.layer_index[-1]) + 1
         per_layer = np.zeros(n_layer, dtype=np.int64)
         per_layer[model.layer_index] = model.expert_bytes
-        lines = [
+        streams = chosen(trace, options)
+        ran = np.zeros(model.n_layers, dtype=bool)
+        for stream in streams:
+            check_rows_ran(stream, self.name)
+            ran |= (stream.experts[:, :, 0] != NOT_EXECUTED).any(axis=0)
+        # A layer with bytes and without rows would mean that the file is cut off.
+        per_layer[model.layer_index[~ran]] = 0
+        head = [
             _HEAD,
             f"# model={_word(model.id)} arch={_word(model.model_type) or 'unknown'} "
             f"n_layer={n_layer} n_expert={model.n_experts.max()} n_expert_used={model.max_top_k}",
             *(f"# layer={i} expert_bytes={b} dense_bytes=0" for i, b in enumerate(per_layer)),
             _COLUMNS,
         ]
-        for turn, stream in enumerate(chosen(trace, options)):
-            check_rows_ran(stream, self.name)
-            scores = stream.scores
-            for row, position in enumerate(stream.position.tolist()):
-                phase = int(position >= stream.n_prompt)
-                for order, layer in enumerate(model.layer_index.tolist()):
-                    ids = stream.experts[row, order]
-                    ids = ids[ids != NOT_EXECUTED]
-                    slots = np.arange(len(ids))
-                    if scores is not None:
-                        slots = np.argsort(-scores[row, order, : len(ids)], kind="stable")
-                    for slot, at in enumerate(slots):
-                        weight = np.nan if scores is None else float(scores[row, order, at])
-                        lines.append(
-                            f"{turn},{phase},{position},{layer},{slot},{ids[at]},{weight:.6g},"
-                            f"0,{per_layer[layer]}"
-                        )
-        save(path, ("\n".join(lines) + "\n").encode())
+        turns = (_turn(turn, stream, model) for turn, stream in enumerate(streams))
+        save_text(path, chain(["\n".join(head) + "\n"], *turns))
         kept = ("layers", "ragged n_experts", "n_experts", "expert_bytes", "model id", "scores")
         extra = ["residency: every routing is written as a miss, since a trace knows no cache"]
         if len(set(model.n_experts.tolist())) > 1:
@@ -89,6 +84,41 @@ class RouteTrace(Base):
     def read(self, path: Path, options: Options) -> Trace:
         with refusing(path):
             return _read(path, options)
+
+
+def _turn(turn: int, stream: Stream, model: ModelInfo) -> Iterator[str]:
+    layers, k = model.layer_index.tolist(), model.max_top_k
+    places = strings([f"{layer},{slot}," for layer in layers for slot in range(k)])
+    ends = strings([f",0,{size}\n" for size in model.expert_bytes.tolist()])
+    for rows in chunks(stream.n_rows, model.n_layers * k):
+        ids, scores = stream.experts[rows], None
+        if stream.scores is not None:
+            # NaN sorts last, and stays before the empty slots that follow it.
+            by_weight = np.argsort(-stream.scores[rows], axis=2, kind="stable")
+            ids = np.take_along_axis(ids, by_weight, axis=2)
+            scores = np.take_along_axis(stream.scores[rows], by_weight, axis=2)
+        row, order, slot = np.nonzero(ids != NOT_EXECUTED)
+        heads = strings(
+            [
+                f"{turn},{int(position >= stream.n_prompt)},{position},"
+                for position in stream.position[rows].tolist()
+            ]
+        )
+        weights: str | Strings = ",nan"
+        if scores is not None:
+            weights = gate_table(_weight, ",")[scores[row, order, slot].view(np.uint16)]
+        yield text(
+            len(row),
+            heads[row],
+            places[order * k + slot],
+            id_table("")[ids[row, order, slot]],
+            weights,
+            ends[order],
+        )
+
+
+def _weight(value: float) -> str:
+    return f"{value:.6g}"
 
 
 def _read(path: Path, options: Options) -> Trace:
@@ -138,6 +168,16 @@ def _read(path: Path, options: Options) -> Trace:
     _all(number, expert < int(run["n_expert"]), f"expert is not below n_expert={run['n_expert']}")
     layers = np.unique(layer)
     order = np.searchsorted(layers, layer)
+    bare = sorted({i for i, size in layer_bytes.items() if size} - set(layers.tolist()))
+    if bare:
+        raise MoetapError(
+            f"line {number[-1]}: cut off: layer {bare[0]} has expert_bytes in the preamble and no "
+            "row"
+        )
+    if slot.max() + 1 < used:
+        raise MoetapError(
+            f"line {number[-1]}: cut off: no token has all n_expert_used={used} slots of a layer"
+        )
     scored = bool(np.isfinite(weights).any())
     streams = []
     for this in np.unique(turn).tolist():
@@ -148,6 +188,13 @@ def _read(path: Path, options: Options) -> Trace:
             gap = int(steps[np.flatnonzero(np.diff(steps) > 1)[0]])
             at = number[mine & (step > gap)].min()
             raise MoetapError(f"line {at}: turn {this} has no row for step {gap + 1}")
+        last = mine & (step == steps[-1])
+        if layer[last].max() != layers[-1]:
+            raise MoetapError(
+                f"line {number[last][-1]}: cut off: turn {this} ends in layer {layer[last].max()} "
+                f"of step {steps[-1]}, the file has layers up to {layers[-1]}; what stands before "
+                f"line {number[last][0]} is whole"
+            )
         row = step[mine] - first
         cell = (row * len(layers) + order[mine]) * used + slot[mine]
         _, back = np.unique(cell, return_index=True)

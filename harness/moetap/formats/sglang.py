@@ -39,7 +39,7 @@ from moetap.trace import NOT_EXECUTED, Stream, Trace
 
 class Sglang(Base):
     name = "sglang"
-    summary = "SGLang response with routed_experts (base64 int32, all hidden layers)"
+    summary = "SGLang response with routed_experts (base64 int32)"
     write_options = ("stream", "hidden_layers", "start_len")
     read_options = ("n_experts", "top_k", "hidden_layers", "layers", "start_len", "model_id")
     not_kept = ("text and log probabilities",)

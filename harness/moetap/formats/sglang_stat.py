@@ -35,18 +35,18 @@ _LIMIT = 2**31  # bytes of one member: a dump of counts is far smaller
 class SglangStat(Base):
     name = "sglang-stat"
     direction = "import"
-    summary = "SGLang expert-distribution stat dump (.pt): counts only, no rows"
+    summary = "SGLang expert distribution (.pt), counts only"
     read_options = ()
     not_kept = ("average utilisation",)
 
     def read(self, path: Path, options: Options) -> Trace:
-        self.read_counts(path)  # a damaged file is the more important thing to say
+        self.read_counts(path, options)  # a damaged file is the more important thing to say
         raise MoetapError(
             f"{path}: holds counts, no rows, so no trace can be made of it; "
             "write a table instead: -o counts.csv"
         )
 
-    def read_counts(self, path: Path) -> Counts:
+    def read_counts(self, path: Path, options: Options) -> Counts:
         """The counts, summed over the recorded passes; layers that never routed are left out."""
         with refusing(path):
             found = _load(path)
@@ -74,6 +74,12 @@ class SglangStat(Base):
 
 
 def _load(path: Path) -> Any:
+    with path.open("rb") as file:
+        if file.read(2) == b"\x80\x02":
+            raise MoetapError(
+                "is a pickle without a zip, as torch.save wrote before version 1.6; load it with "
+                "torch and save it again"
+            )
     with zipfile.ZipFile(path) as archive:
         names = [n for n in archive.namelist() if n.endswith("/data.pkl")]
         if len(names) != 1:

@@ -22,6 +22,7 @@ from moetap.formats.base import (
     chosen,
     int_array,
     load_json,
+    load_npz,
     lost,
     make_trace,
     mapping,
@@ -82,6 +83,10 @@ class Streamlx(Base):
         return lost(trace, *kept)
 
     def read(self, path: Path, options: Options) -> Trace:
+        with refusing(path):
+            arrays = load_npz(path)
+            if not meta_file(path).exists():
+                raise MoetapError(f"has no {meta_file(path).name} beside it, which streamlx writes")
         with refusing(meta_file(path)):
             meta = mapping(load_json(meta_file(path)), "the meta file")
             if meta.get("schema_version") != 1:
@@ -96,12 +101,12 @@ class Streamlx(Base):
                 whole(meta["sequences"], "sequences"),
             )
         with refusing(path):
-            with np.load(path, allow_pickle=False) as archive:
-                if not isinstance(archive, np.lib.npyio.NpzFile):
-                    raise MoetapError("is not an .npz archive")
-                ids = int_array(archive["experts"], 3, "experts")
-                seq = int_array(archive["seq_id"], 1, "seq_id")
-                pos = int_array(archive["pos"], 1, "pos")
+            absent = [name for name in ("experts", "seq_id", "pos") if name not in arrays]
+            if absent:
+                raise MoetapError(f"has no array {absent[0]}")
+            ids = int_array(arrays["experts"], 3, "experts")
+            seq = int_array(arrays["seq_id"], 1, "seq_id")
+            pos = int_array(arrays["pos"], 1, "pos")
             if ids.shape != (n, len(layers), k) or len(seq) != n or len(pos) != n:
                 raise MoetapError(
                     f"experts {ids.shape}, seq_id {seq.shape} and pos {pos.shape} do not go with "

@@ -42,7 +42,7 @@ from moetap.trace import ModelInfo, Stream, Trace
 
 class Vllm(Base):
     name = "vllm"
-    summary = "vLLM response with routed_experts (base64 .npy; nested lists too)"
+    summary = "vLLM response with routed_experts (base64 .npy, lists)"
     write_options = ("stream", "hidden_layers")
     read_options = ("n_experts", "model_id", "layers", "start_len")
     not_kept = ("text and log probabilities",)
