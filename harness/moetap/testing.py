@@ -1,7 +1,8 @@
 """A conformance suite for cache policies, for third parties and for the built-in ones.
 
 Knows the rules of `moetap.policies` and how to see from hits and misses alone whether a policy
-keeps them. Refuses to judge how good a policy is.
+keeps them, and from what it holds whether it decides the same live. Refuses to judge how good a
+policy is.
 
     from moetap.testing import check_policy
 
@@ -22,7 +23,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moetap.policies import LookUps, Policy, StepSets
+from moetap.errors import UsageError
+from moetap.policies import LookUps, Online, Policy, StepSets
 
 Missed = NDArray[np.bool_]
 
@@ -44,6 +46,8 @@ def check_policy(kind: type[Policy], n_cases: int = 40, seed: int = 0) -> None:
         for capacity in sorted({1, 2, int(rng.integers(1, n + 1)), n}):
             for asked in (look_ups, look_ups.sequential, replace(look_ups, keep=True)):
                 _check_run(fitted, asked, capacity)
+            _check_online(fitted, look_ups, capacity)
+            _check_online(fitted, look_ups.sequential, capacity)
     _check_layers(policy.fit(np.arange(6)))
 
 
@@ -140,6 +144,71 @@ def _check_room(policy: Policy, asked: LookUps, missed: Missed, capacity: int, w
             stay = batches[b - 1] if asked.keep else batches[b - 1][-capacity:]
             hit = {x for x, miss in zip(batch, wrong.tolist(), strict=True) if not miss}
             _check(set(stay) & set(batch) <= hit, f"a member of batch {b - 1} was evicted", where)
+
+
+def _check_online(policy: Policy, asked: LookUps, capacity: int) -> None:
+    """Live, a policy hits and misses what it says of a replay; nothing if it cannot decide live."""
+    n = len(asked.size)
+    try:
+        cache, other = policy.online(n, capacity), policy.online(n, capacity)
+    except UsageError:
+        return
+    batches = [batch for batch in _batches(asked) if len(batch) <= capacity]
+    where = f"{policy.name} online, C = {capacity}, batches {batches}"
+    starts = np.cumsum([0, *map(len, batches)])
+    ids = np.array([x for batch in batches for x in batch], dtype=np.uint16)
+    expected = policy.missed(LookUps(starts, ids, asked.size), capacity).tolist()
+
+    at_start = _held(cache, n)
+    _check(policy.preloaded or not at_start, "it is not empty at the start", where)
+    found, left = [], []
+    # The other one is asked for the same backwards: an engine has one per layer.
+    for batch, elsewhere in zip(batches, reversed(batches), strict=True):
+        misses, gone = _serve(cache, n, capacity, batch, where)
+        found += misses
+        left.append(gone)
+        _serve(other, n, capacity, elsewhere, where)
+    _check(found == expected, "it misses something else than in a replay", where)
+
+    # Whatever it knows by now, it must go on as a cache after some left from outside. Of the batch
+    # some may not be held; these are passed over.
+    for batch in batches:
+        before = _held(cache, n)
+        gone = set(batch[::2]) | set(sorted(before)[::3])
+        cache.forget(sorted(gone))
+        _check(_held(cache, n) == before - gone, "forget did not take out those and no more", where)
+        misses, _ = _serve(cache, n, capacity, batch, where)
+        hits = {x for x, miss in zip(batch, misses, strict=True) if not miss}
+        _check(not hits & gone, "what was forgotten did not miss", where)
+
+    cache.clear()
+    _check(_held(cache, n) == at_start, "clear did not bring it back to the start", where)
+    again, left_again = [], []
+    for batch in batches:
+        misses, gone = _serve(cache, n, capacity, batch, where)
+        again += misses
+        left_again.append(gone)
+    _check((again, left_again) == (found, left), "after clear it decided something else", where)
+
+
+def _held(cache: Online, n: int) -> set[int]:
+    return {x for x in range(n) if x in cache}
+
+
+def _serve(
+    cache: Online, n: int, capacity: int, batch: list[int], where: str
+) -> tuple[list[bool], set[int]]:
+    """Request a batch: which of it missed, and what left."""
+    before = _held(cache, n)
+    left = list(cache.request(batch))
+    after = _held(cache, n)
+    _check(set(batch) <= after, f"a member of {batch} is not held afterwards", where)
+    _check(len(after) <= capacity, f"more than C held after {batch}", where)
+    _check(len(set(left)) == len(left), f"something left twice for {batch}", where)
+    gone = set(left)
+    _check(gone <= before - set(batch), f"what was not held, or a member, left for {batch}", where)
+    _check(after == before - gone | set(batch), f"what left for {batch} is not what it said", where)
+    return [x not in before for x in batch], gone
 
 
 def _check_layers(policy: Policy) -> None:

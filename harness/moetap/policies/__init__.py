@@ -18,6 +18,11 @@ The rules that all policies of this package share:
   are forced and counted by `StepSets.extra_passes`: they depend on the sets alone.
   (`LookUps.keep` is another program's accounting: such a set stays whole, over the budget.)
 - A cell (layer, step) that did not run requests nothing and leaves the cache as it is.
+- A policy that can decide live (`Policy.online`) does so with the same code: batches of at most C
+  experts, one at a time, evict and miss what `Policy.missed` says of the same batches. (Who has
+  more than C to serve cuts them; a replay of the pieces then agrees.) An expert that is taken out
+  from outside (`Online.forget`) is as if evicted, but teaches the policy nothing: ageing and hands
+  that stand elsewhere stay.
 
 A plug-in is an entry point of the group `moetap.policies` whose name is the policy's name and whose
 value is a subclass of `Policy`. It may not shadow a built-in: a built-in's name always means the
@@ -27,7 +32,7 @@ built-in. `moetap.testing.check_policy` checks a policy against these rules.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -151,6 +156,38 @@ class StepSets:
         return LookUps(starts, ids, np.repeat(size, self.n_experts))
 
 
+class Online(ABC):
+    """A cache whose policy decides live, empty at the start unless the policy is `preloaded`.
+
+    Objects are numbers from 0; each takes one of the slots.
+    """
+
+    @abstractmethod
+    def request(self, ids: Sequence[int]) -> list[int]:
+        """Serve a batch; returns those that left, in any order, none of which is a member.
+
+        ids: distinct, rising, at most as many as there are slots. All of them are held afterwards;
+        those that were not held before missed.
+
+        Raises:
+            ValueError: ids are none of this.
+        """
+
+    @abstractmethod
+    def __contains__(self, x: int) -> bool:
+        """Object x is held."""
+
+    @abstractmethod
+    def forget(self, ids: Iterable[int]) -> None:
+        """Objects that are not there after all leave, and miss next time. Others in `ids` that are
+        not held are passed over.
+        """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Back to the start: contents, and all that was learned from requests."""
+
+
 class Policy(ABC):
     """What a cache policy must have.
 
@@ -175,6 +212,22 @@ class Policy(ABC):
 
         capacity: at least 1, in the unit of `look_ups.size`, and no less than any size.
         """
+
+    def online(self, n_objects: int, capacity: int) -> Online:
+        """A cache of `capacity` slots, at least 1, that decides with this policy live.
+
+        It misses what `missed` says of the same batches; what it returns shares no state with
+        another.
+
+        Raises:
+            UsageError: the policy cannot; the message says what it needs.
+        """
+        needs = "an `online` of its own"
+        if self.offline:
+            needs = "to know what will be requested"
+        elif not self.forced:
+            needs = "room besides the slots"
+        raise UsageError(f"policy {self.name} cannot decide online: it needs {needs}")
 
     def fit(self, counts: NDArray[np.int64]) -> Policy:
         """The policy for one cache, given how often each object is requested elsewhere.

@@ -8,11 +8,20 @@ itself imported where it is used.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 from moetap.policies import Ids
+
+
+@njit(cache=True, nogil=True, inline="always")
+def empty(n: int, heads: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """`newer` and `older` of empty lists of n objects, with the heads n, n + 1 ..."""
+    alone = np.arange(n + heads).astype(np.int32)
+    return alone, alone.copy()
 
 
 @njit(cache=True, nogil=True)
@@ -31,6 +40,15 @@ def append(newer: NDArray[np.int32], older: NDArray[np.int32], head: int, x: int
     older[x] = last
     newer[x] = head
     older[head] = x
+
+
+@njit(cache=True, nogil=True)
+def drop(state: Any, x: int) -> None:
+    """Take x, of size 1, out of a cache whose state has `newer`, `older`, `resident` and, in
+    `totals[0]`, the capacity taken; see `Rule.drop`."""
+    unlink(state.newer, state.older, x)
+    state.resident[x] = False
+    state.totals[0] -= 1
 
 
 @njit(cache=True, nogil=True)

@@ -6,30 +6,55 @@ Numba takes longer than `moetap --help` may.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 from moetap.policies import Ids
-from moetap.policies._list import append, first_kept, unlink
+from moetap.policies._list import append, empty, first_kept, unlink
+
+
+class State(NamedTuple):
+    """totals: capacity taken."""
+
+    newer: NDArray[np.int32]
+    older: NDArray[np.int32]
+    resident: NDArray[np.bool_]
+    totals: NDArray[np.int64]
+
+
+@njit(cache=True, nogil=True, inline="always")
+def empty_cache(n: int) -> State:
+    newer, older = empty(n, 1)
+    return State(newer, older, np.zeros(n, np.bool_), np.zeros(1, np.int64))
 
 
 @njit(cache=True, nogil=True)
-def lru_missed(
+def missed(
     starts: NDArray[np.int64],
     ids: Ids,
     size: NDArray[np.int64],
     capacity: int,
     keep: bool,
 ) -> NDArray[np.bool_]:
-    """Which look-ups miss in one cache: `LookUps` and `Policy.missed`."""
+    return serve(empty_cache(len(size)), starts, ids, size, capacity, keep)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def serve(
+    state: State,
+    starts: NDArray[np.int64],
+    ids: Ids,
+    size: NDArray[np.int64],
+    capacity: int,
+    keep: bool,
+) -> NDArray[np.bool_]:
+    newer, older, resident, totals = state
     n = len(size)
-    newer = np.empty(n + 1, dtype=np.int32)
-    older = np.empty(n + 1, dtype=np.int32)
-    newer[n] = older[n] = n
-    resident = np.zeros(n, dtype=np.bool_)
+    used = totals[0]
     missed = np.zeros(len(ids), dtype=np.bool_)
-    used = 0
     for batch in range(len(starts) - 1):
         first, stop = starts[batch], starts[batch + 1]
         if first == stop:
@@ -60,6 +85,7 @@ def lru_missed(
             if not resident[x]:
                 resident[x] = True
                 used += size[x]
+    totals[0] = used
     return missed
 
 

@@ -5,17 +5,20 @@ Knows which experts are hot (fitted on other streams) and recency. Refuses to kn
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 from moetap.errors import UsageError
-from moetap.policies import Ids, LookUps, Policy
-from moetap.policies._list import append, first_kept, unlink
+from moetap.policies import Ids, Online
+from moetap.policies._compiled import Compiled, Rule
+from moetap.policies._list import append, drop, empty, first_kept, unlink
 from moetap.policies.static import hottest
 
 
-class Pinned(Policy):
+class Pinned(Compiled):
     """LRU in which the n hottest experts of a cache leave only if nothing else can: half of the
     cache without a number, `pinned:16` sixteen of them. A pinned expert is loaded when it is first
     used, and misses then."""
@@ -32,16 +35,35 @@ class Pinned(Policy):
         """Pin by these counts."""
         return Pinned(self.n, counts)
 
-    def missed(self, look_ups: LookUps, capacity: int) -> NDArray[np.bool_]:
-        """Which look-ups miss; see `Policy.missed`."""
+    def rule(self, size: NDArray[np.int64], capacity: int) -> Rule:
+        """The loop; see `Compiled.rule`."""
         if self.counts is None:
             raise UsageError(f"{self.name} must be fitted first")
-        room = capacity // 2 if self.n is None else capacity
-        pinned = hottest(self.counts, look_ups.size, room, self.n)
-        found: NDArray[np.bool_] = _missed(
-            look_ups.starts, look_ups.ids, look_ups.size, capacity, look_ups.keep, pinned
-        )
-        return found
+        pinned = hottest(self.counts, size, capacity // 2 if self.n is None else capacity, self.n)
+        return Rule(_missed, _empty, _serve, drop, (pinned,))
+
+    def online(self, n_objects: int, capacity: int) -> Online:
+        """The same loop, batch by batch; see `Policy.online`."""
+        if self.counts is None:
+            raise UsageError(f"policy {self.name} cannot decide online: it needs counts (`fit`)")
+        return super().online(n_objects, capacity)
+
+
+class _State(NamedTuple):
+    """The list of n_objects + 1 is of the pinned ones, that of n_objects of the others.
+    totals: capacity taken."""
+
+    newer: NDArray[np.int32]
+    older: NDArray[np.int32]
+    resident: NDArray[np.bool_]
+    pinned: NDArray[np.bool_]
+    totals: NDArray[np.int64]
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _empty(n: int, pinned: NDArray[np.bool_]) -> _State:
+    newer, older = empty(n, 2)
+    return _State(newer, older, np.zeros(n, np.bool_), pinned, np.zeros(1, np.int64))
 
 
 @njit(cache=True, nogil=True)
@@ -53,14 +75,22 @@ def _missed(
     keep: bool,
     pinned: NDArray[np.bool_],
 ) -> NDArray[np.bool_]:
+    return _serve(_empty(len(size), pinned), starts, ids, size, capacity, keep)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _serve(
+    state: _State,
+    starts: NDArray[np.int64],
+    ids: Ids,
+    size: NDArray[np.int64],
+    capacity: int,
+    keep: bool,
+) -> NDArray[np.bool_]:
+    newer, older, resident, pinned, totals = state
     n = len(size)
-    newer = np.empty(n + 2, dtype=np.int32)  # n heads the list of the others, n + 1 the pinned
-    older = np.empty(n + 2, dtype=np.int32)
-    newer[n] = older[n] = n
-    newer[n + 1] = older[n + 1] = n + 1
-    resident = np.zeros(n, dtype=np.bool_)
+    used = totals[0]
     missed = np.zeros(len(ids), dtype=np.bool_)
-    used = 0
     for batch in range(len(starts) - 1):
         first, stop = starts[batch], starts[batch + 1]
         if first == stop:
@@ -93,4 +123,5 @@ def _missed(
             if not resident[x]:
                 resident[x] = True
                 used += size[x]
+    totals[0] = used
     return missed

@@ -6,15 +6,18 @@ to know how often.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from moetap.policies import Ids, LookUps, Policy
-from moetap.policies._list import append, first_kept, unlink
+from moetap.policies import Ids
+from moetap.policies._compiled import Compiled, Rule
+from moetap.policies._list import append, drop, empty, first_kept, unlink
 
 
-class SLRU(Policy):
+class SLRU(Compiled):
     """Segmented LRU. A new expert goes on probation; a hit makes it protected. Protected experts
     take at most four fifths of the cache (rounded down): beyond that the one used longest ago goes
     back on probation, as its latest. The one on probation that was used longest ago leaves; a
@@ -22,12 +25,26 @@ class SLRU(Policy):
 
     name = "slru"
 
-    def missed(self, look_ups: LookUps, capacity: int) -> NDArray[np.bool_]:
-        """Which look-ups miss; see `Policy.missed`."""
-        found: NDArray[np.bool_] = _missed(
-            look_ups.starts, look_ups.ids, look_ups.size, capacity, look_ups.keep
-        )
-        return found
+    def rule(self, size: NDArray[np.int64], capacity: int) -> Rule:
+        """The loop; see `Compiled.rule`."""
+        return Rule(_missed, _empty, _serve, _drop)
+
+
+class _State(NamedTuple):
+    """The list of n_objects is on probation, that of n_objects + 1 protected.
+    totals: capacity taken; by protected ones."""
+
+    newer: NDArray[np.int32]
+    older: NDArray[np.int32]
+    resident: NDArray[np.bool_]
+    is_protected: NDArray[np.bool_]
+    totals: NDArray[np.int64]
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _empty(n: int) -> _State:
+    newer, older = empty(n, 2)
+    return _State(newer, older, np.zeros(n, np.bool_), np.zeros(n, np.bool_), np.zeros(2, np.int64))
 
 
 @njit(cache=True, nogil=True)
@@ -38,17 +55,23 @@ def _missed(
     capacity: int,
     keep: bool,
 ) -> NDArray[np.bool_]:
-    n = len(size)
-    probation, protected = n, n + 1
-    newer = np.empty(n + 2, dtype=np.int32)
-    older = np.empty(n + 2, dtype=np.int32)
-    newer[probation] = older[probation] = probation
-    newer[protected] = older[protected] = protected
-    resident = np.zeros(n, dtype=np.bool_)
-    is_protected = np.zeros(n, dtype=np.bool_)
-    missed = np.zeros(len(ids), dtype=np.bool_)
+    return _serve(_empty(len(size)), starts, ids, size, capacity, keep)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _serve(
+    state: _State,
+    starts: NDArray[np.int64],
+    ids: Ids,
+    size: NDArray[np.int64],
+    capacity: int,
+    keep: bool,
+) -> NDArray[np.bool_]:
+    newer, older, resident, is_protected, totals = state
+    probation, protected = len(size), len(size) + 1
     share = capacity * 4 // 5
-    used = used_protected = 0
+    used, used_protected = totals[0], totals[1]
+    missed = np.zeros(len(ids), dtype=np.bool_)
     for batch in range(len(starts) - 1):
         first, stop = starts[batch], starts[batch + 1]
         if first == stop:
@@ -100,4 +123,13 @@ def _missed(
             is_protected[x] = False
             used_protected -= size[x]
             append(newer, older, probation, x)
+    totals[0], totals[1] = used, used_protected
     return missed
+
+
+@njit(cache=True, nogil=True)
+def _drop(state: _State, x: int) -> None:
+    if state.is_protected[x]:
+        state.is_protected[x] = False
+        state.totals[1] -= 1
+    drop(state, x)
