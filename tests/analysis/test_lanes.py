@@ -12,6 +12,7 @@ from unionkit import Twin, golden_trace, make_model, make_stream, make_trace, ra
 from moetap.analysis.jackknife import jackknife
 from moetap.analysis.lanes import (
     CONTROL,
+    Alone,
     Draw,
     checked_capacities,
     checked_sample,
@@ -69,6 +70,36 @@ def test_merge_equals_python_sets(seed, n_streams, data):
     assert cells(sets) == expected
     for first, stop in zip(sets.starts[:-1], sets.starts[1:], strict=True):
         assert (np.diff(sets.ids[first:stop].astype(int)) > 0).all()
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_alone_has_the_cells_of_the_group(offline):
+    """A count that is all about what comes: of each cell, the look-ups of its layer still ahead."""
+
+    def ahead(_, sets):
+        return np.cumsum(sets.requests[::-1], axis=0)[::-1]
+
+    lanes = lay_out(pool([golden_trace()]))
+    alone = Alone(lanes, [0, 1, 2, 3], ahead, offline)
+
+    def total(*group):
+        return alone.total(np.array(group), lanes.merge(np.array(group)).ran).tolist()
+
+    # a with b: both have all cells, 4 look-ups left in each layer at step 0 and 2 at step 1.
+    assert total(0, 1) == [[8, 8], [4, 4]]
+    # a with c, which lacks step 1 of layer 1: a goes without it too.
+    assert total(0, 2) == [[8, 4], [4, 0]]
+    # a with d, which ends after a step. A count said not to depend on what comes is cut off there.
+    assert total(0, 3) == [[2 + 2, 2 + 2] if offline else [4 + 2, 4 + 2]]
+
+
+def test_all_rows_layer_by_layer():
+    streams = pool([golden_trace()])
+    lanes = lay_out(streams)
+    assert all(own is rows for own, rows in zip(lanes.rows, streams.rows, strict=True))
+    spans = zip(lanes.first_row, lanes.n_steps, streams.rows, strict=True)
+    for first, n, rows in spans:
+        assert np.array_equal(lanes.ids[:, first : first + n], rows.transpose(1, 0, 2))
 
 
 def test_draws_cover_strata_and_the_control():

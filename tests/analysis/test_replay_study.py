@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unionkit import golden_trace, make_model, make_stream, make_trace, random_trace
+from unionkit import Twin, golden_trace, make_model, make_stream, make_trace, random_trace
 
 from moetap.analysis.lanes import COLD_STEPS
 from moetap.analysis.replay_study import NO_OTHERS, PREFILL, Options, curve, replay_study
@@ -19,11 +21,16 @@ from moetap.policies.stacks import CURVES
 from moetap.trace import NOT_EXECUTED
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "policies"))
+from policykit import lru_twin  # noqa: E402
 from twins import TWINS, run  # noqa: E402
 
 
-def by_hand(trace, members, policy, options, capacity, hot):
-    """Misses per (step, layer) of one group, prefill first; and the requests."""
+def by_hand(trace, members, policy, options, capacity, hot, asked=None):
+    """Misses per (step, layer) of one group, prefill first; and the requests.
+
+    asked: requests of the group that a single stream is compared with. It goes through the cells
+    that the group executed, and no others.
+    """
     model, steps = trace.model, []
     streams = [trace.streams[i] for i in members]
     if options.prefill:
@@ -33,11 +40,12 @@ def by_hand(trace, members, policy, options, capacity, hot):
                 cells = [set(rows[:, la].ravel().tolist()) for la in range(model.n_layers)]
                 steps.append([c - {NOT_EXECUTED} for c in cells])
     first = len(steps)
-    for step in range(min(len(s.decode()) for s in streams)):
+    for step in range(min(len(s.decode()) for s in streams) if asked is None else len(asked)):
         cells = []
         for layer in range(model.n_layers):
             lanes = [set(s.decode()[step, layer].tolist()) - {NOT_EXECUTED} for s in streams]
-            cells.append(set().union(*lanes) if all(lanes) else set())
+            ran = all(lanes) and (asked is None or asked[step][layer])
+            cells.append(set().union(*lanes) if ran else set())
         steps.append(cells)
 
     def replayed(batches, n, room, counts):
@@ -99,9 +107,9 @@ def test_sums_equal_those_by_hand(seed, policy, scope, rule, prefill, b, capacit
         before = before + np.sum(first, axis=0) if first else before
         for member in members if b > 1 else ():
             single = Options((policy,), (capacity,), scope=scope, rule=rule, prefill=prefill)
-            own, _, _ = by_hand(trace, [member], policy, single, capacity, uses(trace, [member]))
-            ran = np.array(asked) > 0
-            alone = alone + (np.array(own)[: len(missed)] * ran).sum(axis=0)
+            counts = uses(trace, [member])
+            own, _, _ = by_hand(trace, [member], policy, single, capacity, counts, asked)
+            alone = alone + np.sum(own, axis=0)
     if every is None:
         assert np.sum(requests) == 0
         return
@@ -145,6 +153,41 @@ def test_lanes_against_the_same_streams_alone():
     assert study.left_out == 2  # c did not execute layer 1 at step 1, nor does a group with it
 
 
+def test_a_cell_that_a_lane_lacks_warms_no_cache():
+    # b did not execute step 1, so the pair has {0,1} and {2,3}: 4 misses. a alone goes through the
+    # same two sets and misses 4, as b does: 4 of 8. (Through its own step 1 it would load 2 and 3
+    # before they count, miss 2 in what counts, and the pair would look like 4 of 6.)
+    cells = {"a": [[{0, 1}], [{2, 3}], [{2, 3}]], "b": [[{0, 1}], [set()], [{2, 3}]]}
+    streams = [make_stream(name, "", steps, (2,)) for name, steps in cells.items()]
+    trace = make_trace(make_model([8], [2]), streams)
+    for policy in ("lru", "belady"):
+        study = replay_study([trace], Options((policy,), (4,), b=2))
+        every = study.find(policy, "4").phases["all"]
+        assert (every.misses.tolist(), every.misses_alone.tolist()) == ([4], [8])
+        assert every.relative.value == pytest.approx(0.5)
+        assert study.left_out == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_both_sides_see_the_same_cells(seed):
+    trace = random_trace(seed, 4, max_steps=40, missing=0.2)
+    twin, capacity = Twin(trace), 5
+    study = replay_study([trace], Options(("lru",), (capacity,), b=2))
+    every = study.find("lru", str(capacity)).phases["all"]
+    for layer in range(trace.model.n_layers):
+        misses = alone = 0
+        for group in twin.groups("all", 2):
+            own = [[row[layer] for row in twin.cells[i]] for i in group]
+            steps = list(zip(*own, strict=False))  # as long as the shorter one
+            both = [all(lanes) for lanes in steps]
+            union = [set().union(*la) if ran else None for la, ran in zip(steps, both, strict=True)]
+            misses += sum(lru_twin(union, capacity))
+            for lane in range(2):
+                kept = [la[lane] if ran else None for la, ran in zip(steps, both, strict=True)]
+                alone += sum(lru_twin(kept, capacity))
+        assert (every.misses[layer], every.misses_alone[layer]) == (misses, alone)
+
+
 def test_prefill_comes_first_and_is_counted_apart():
     # The prompt's row has {0,1} in both layers, so a decodes without a miss.
     figure = golden(policies=("lru",), slots=(4,), prefill=True).find("lru", "4")
@@ -172,37 +215,119 @@ def test_extra_passes_are_counted_not_hidden():
     assert (every.extra_passes == every.requests - every.tokens // 2).all()
 
 
-def test_curve_is_a_replay_for_each_capacity():
+@pytest.mark.parametrize("scope", ["layer", "global"])
+@pytest.mark.parametrize(
+    "options", [Options(), Options(b=2, prefill=True), Options(rule="sequential", prefill=True)]
+)
+def test_curve_is_a_replay_for_each_capacity(options, scope):
     trace = random_trace(5, 4, max_steps=9)
-    for options in (
-        Options(),
-        Options(b=2, prefill=True),
-        Options(rule="sequential", prefill=True),
-    ):
-        found = curve([trace], options)
-        assert found.capacities == range(
-            trace.model.max_top_k, int(trace.model.n_experts.max()) + 1
-        )
-        slots = tuple(found.capacities)[:6]
-        from dataclasses import replace
-
-        study = replay_study([trace], replace(options, policies=CURVES, slots=slots))
-        for at, policy in enumerate(CURVES):
-            for capacity in slots:
-                phases = study.find(policy, str(capacity)).phases
-                for when, phase in enumerate(found.phases):
-                    values = phases[phase]
-                    line = found.misses[at, when, :, capacity]
-                    assert line.tolist() == (
-                        [0] * len(line) if not values else values.misses.tolist()
-                    )
-                    if values:
-                        assert found.requests[when].tolist() == values.requests.tolist()
-                        assert found.tokens[when].tolist() == values.tokens.tolist()
-                every = phases["all"]
-                assert found.miss_rate(policy, capacity, ("cold", "steady")) == pytest.approx(
-                    every.misses.sum() / every.requests.sum()
+    n_layers = trace.model.n_layers
+    found = curve([trace], replace(options, scope=scope))
+    room = trace.model.n_experts.max() if scope == "layer" else trace.model.n_experts.sum()
+    assert found.capacities == range(trace.model.max_top_k, int(room) + 1)
+    slots = tuple(range(trace.model.max_top_k, trace.model.max_top_k + 6))
+    study = replay_study([trace], replace(options, policies=CURVES, slots=slots, scope=scope))
+    for at, policy in enumerate(CURVES):
+        for c in slots:
+            label, capacity = (
+                (f"{c}", c) if scope == "layer" else (f"{c} x {n_layers}", c * n_layers)
+            )
+            phases = study.find(policy, label).phases
+            extra = found.extra_passes(capacity)
+            for when, phase in enumerate(found.phases):
+                values = phases[phase]
+                if not values:
+                    assert not found.requests[when].any() and not extra[when].any()
+                    continue
+                for own, sums in (
+                    (found.misses[at, when, :, capacity], values.misses),
+                    (found.requests[when], values.requests),
+                    (extra[when], values.extra_passes),
+                ):
+                    assert own.tolist() == (sums.tolist() if scope == "layer" else [sums.sum()])
+                assert found.tokens[when].tolist() == values.tokens.tolist()
+            every = phases["all"]
+            decode = ("cold", "steady")
+            assert found.miss_rate(policy, capacity, decode) == pytest.approx(
+                every.misses.sum() / every.requests.sum()
+            )
+            if scope == "layer":
+                assert found.per_token(policy, capacity, decode) == pytest.approx(
+                    every.per_token.value
                 )
+            cells = every.tokens.sum() / options.b
+            assert found.passes_per_step(capacity, decode) == pytest.approx(
+                every.extra_passes.sum() / cells
+            )
+
+
+def test_golden_curve_of_one_cache_for_all_layers():
+    # Steps of a: layer 0 {0}, layer 1 {0}, each step the same: two objects, o p o p o p. One slot
+    # misses all 6, two slots the first 2. Belady with one slot is forced to load each: 6.
+    stream = make_stream("a", "", [[{0}, {0}]] * 3, (1, 1))
+    found = curve([make_trace(make_model([2, 2], [1, 1]), [stream])], Options(scope="global"))
+    assert found.capacities == range(1, 5)
+    assert found.misses[:, 0, 0].tolist() == [[6, 6, 2, 2, 2], [6, 6, 2, 2, 2]]
+    assert found.per_token("lru", 2, ("cold", "steady")) == pytest.approx(2 / 3)
+    # A step that lacks layer 1 leaves 3 and 2 tokens, 2.5 a layer. It asks for another expert of
+    # layer 0, so two slots miss 3.
+    cells = [[{0}, {0}], [{0}, {0}], [{1}, set()]]
+    stream = make_stream("a", "", cells, (1, 1))
+    found = curve([make_trace(make_model([2, 2], [1, 1]), [stream])], Options(scope="global"))
+    assert found.misses[0, 0, 0, 2] == 3
+    assert found.per_token("lru", 2, ("cold", "steady")) == pytest.approx(3 / 2.5)
+
+
+def test_golden_extra_passes_of_a_curve():
+    # The pair ab: sets of 2, 3 (layer 0), 4 and 3 (layer 1). C = 2: 0 + 1 + 1 + 1; C = 3: the set
+    # of 4. C = 1 is below k: 1 + 2 + 3 + 2.
+    trace = make_trace(golden_trace().model, golden_trace().streams[:2])
+    found = curve([trace], Options(b=2))
+    assert [found.extra_passes(c)[0].tolist() for c in (1, 2, 3, 4)] == [
+        [3, 5],
+        [1, 2],
+        [0, 1],
+        [0, 0],
+    ]
+    assert found.passes_per_step(2, ("cold", "steady")) == pytest.approx(3 / 4)
+    assert found.largest_set(("cold", "steady")) == 4 and found.largest_set(("steady",)) == 0
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda trace: replay_study([trace], Options(("lru",), (16,))),
+        lambda trace: replay_study([trace], Options(("lru",), (16,), b=4, groups=20)),
+        lambda trace: replay_study([trace], Options(("static",), (16,))),
+        lambda trace: curve([trace], Options()),
+        lambda trace: curve([trace], Options(scope="global")),
+    ],
+    ids=["one lane", "four lanes", "fitted", "curve", "global curve"],
+)
+def test_memory_stays_below_twice_the_rows(work, monkeypatch):
+    """The rows themselves are there before; NumPy reports to tracemalloc, compiled loops don't."""
+    # Groups under way hold arrays of their own; as many are as there are threads.
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    rng = np.random.default_rng(0)
+    model = make_model([32] * 8, [8] * 8)
+    small = make_trace(
+        model, [make_stream(f"{i}", "", [[set(range(8))] * 8], [8] * 8) for i in range(5)]
+    )
+    work(small)  # compiles
+    ids = np.sort(rng.random((60, 200, 8, 32)).argpartition(8)[..., :8], axis=-1).astype(np.uint16)
+    streams = [
+        replace(small.streams[0], prompt_id=f"{i}", n_prompt=1, n_generated=200, experts=own,
+                tokens=np.zeros(200, np.uint32), position=np.arange(200, dtype=np.uint32))
+        for i, own in enumerate(ids)
+    ]  # fmt: skip
+    trace = make_trace(model, streams)
+    tracemalloc.start()
+    try:
+        work(trace)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 0.7 * ids.nbytes
 
 
 def test_steady_steps_of_a_curve():
@@ -223,8 +348,10 @@ def test_refusals():
     ):
         with pytest.raises(UsageError, match=match):
             replay_study([golden_trace()], options)
-    with pytest.raises(UsageError, match="leave --scope out"):
-        curve([golden_trace()], Options(scope="global"))
+    wide = make_model([2**15, 2**15 + 1], [1, 1])
+    stream = make_stream("a", "", [[{0}, {1}]], (1, 1))
+    with pytest.raises(UsageError, match="together have 65,537; leave --curve out and give sizes"):
+        curve([make_trace(wide, [stream])], Options(scope="global"))
     with pytest.raises(KeyError):
         golden(policies=("lru",), slots=(4,)).find("lru", "5")
     with pytest.raises(MoetapError):

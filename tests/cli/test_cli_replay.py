@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,15 +44,22 @@ def refused(capsys, *args) -> str:
 def test_table_names_its_rules(trace_path, capsys):
     text = replay(capsys, trace_path, "--policy", "lru,belady,static", "-C", "3,6")
     assert "step-atomic look-ups, one cache per layer, B = 1" in text
-    assert "the cache is empty at decode step 0" in text
+    assert "the cache is empty at decode step 0" in " ".join(text.split())
     assert "Not possible without room besides the slots: static" in " ".join(text.split())
-    assert "Knows the future, so a bound: belady" in " ".join(text.split())
+    bound = "Knows the future, so a bound of those that load every miss into a slot: belady."
+    assert bound in " ".join(text.split())
     text = replay(
         capsys, trace_path, "-C", 3, "-B", 2, "--scope", "global", "--lookups", "sequential",
         "--prefill", "--policy", "lru",
     )  # fmt: skip
     assert "sequential look-ups, one cache for all layers, B = 2" in text
     assert "Prefill, replayed before decode" in text and "% of B=1" in text
+    # Two lanes select at most 2 x 3 experts.
+    text = replay(capsys, trace_path, "-C", 6, "-B", 2, "--policy", "lru")
+    assert "No set is larger than its cache: no extra passes." in " ".join(text.split())
+    assert "extra\n" not in text
+    text = replay(capsys, trace_path, "-C", "2,6", "-B", 2, "--policy", "lru")
+    assert "Extra passes: forced, per layer and step" in " ".join(text.split())
     assert "All 6 groups of 2 streams." in text
 
 
@@ -106,7 +114,77 @@ def test_curve(trace_path, tmp_path, capsys):
     assert (plots / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert "lru all" in (plots / "curve.svg").read_text()
     chosen = replay(capsys, trace_path, "--curve", "-C", span[1])
-    assert f" {span[1]} " in chosen
+    assert f" {span[1]} " in chosen and "extra" not in chosen
+    below = replay(capsys, trace_path, "--curve", "-C", 1)
+    assert "several passes" in " ".join(below.split())
+
+
+def test_curve_of_lanes_says_where_passes_are_forced(trace_path, tmp_path, capsys):
+    js, table, plots = tmp_path / "c.json", tmp_path / "c.csv", tmp_path / "plots"
+    text = replay(
+        capsys,
+        trace_path,
+        "--curve",
+        "-B",
+        2,
+        "-C",
+        "3,4,5",
+        "--json",
+        js,
+        "--csv",
+        table,
+        "--plots",
+        plots,
+    )
+    study = replay_study([read(trace_path)], Options(("lru",), (3, 4, 5), b=2))
+    content = json.loads(js.read_text())
+    for label in ("3", "4", "5"):
+        values = study.find("lru", label).phases["cold"]
+        at = content["capacities"].index(int(label))
+        extra = [layer[at] for layer in content["extra_passes"][0]]
+        assert extra == values.extra_passes.tolist()
+        (row,) = (line.split() for line in text.splitlines() if line.split()[:1] == [label])
+        assert row[-1] == f"{sum(extra) / (values.tokens.sum() / 2):.2f}"
+    found = curve([read(trace_path)], Options(b=2))
+    largest = found.largest_set(("cold", "steady"))
+    assert f"The largest set of a layer and step has {largest} experts" in " ".join(text.split())
+    with open(table, newline="") as file:
+        assert sum(int(li["extra_passes"]) for li in csv.DictReader(file)) == 2 * np.sum(
+            content["extra_passes"]
+        )
+    assert "extra passes forced" in (plots / "curve.svg").read_text()
+
+
+def test_curve_of_one_cache_for_all_layers(trace_path, tmp_path, capsys):
+    js, table, plots = tmp_path / "c.json", tmp_path / "c.csv", tmp_path / "plots"
+    text = replay(
+        capsys, trace_path, "--curve", "--scope", "global", "--json", js, "--csv", table,
+        "--plots", plots,
+    )  # fmt: skip
+    model = read(trace_path).model
+    total = int(model.n_experts.sum())
+    assert "one cache for all layers" in text and f"{total:,}" in text
+    content = json.loads(js.read_text())
+    assert content["capacities"][-1] == total
+    study = replay_study([read(trace_path)], Options(("lru",), (3,), scope="global"))
+    slots = 3 * model.n_layers
+    at = content["capacities"].index(slots)
+    missed = study.find("lru", f"3 x {model.n_layers}").phases["cold"].misses.sum()
+    assert content["misses"]["lru"][0][0][at] == missed
+    with open(table, newline="") as file:
+        lines = [li for li in csv.DictReader(file) if li["policy"] == "lru"]
+    (line,) = (li for li in lines if (li["phase"], li["capacity"]) == ("cold", str(slots)))
+    assert (line["layer"], int(line["misses"])) == ("all", missed)
+    assert int(line["tokens"]) == np.sum(content["tokens"][0])
+    assert "shared by all layers" in (plots / "curve.svg").read_text()
+    chosen = replay(capsys, trace_path, "--curve", "--scope", "global", "-C", 3)
+    assert f" {slots} " in chosen
+
+
+def test_room_for_every_expert_is_said(trace_path, capsys):
+    for scope in ("layer", "global"):
+        text = replay(capsys, trace_path, "--policy", "lru", "-C", "3,999", "--scope", scope)
+        assert "Room for every expert: 999" in " ".join(text.split())
 
 
 def test_budget_in_bytes(trace_path, tmp_path, capsys):
@@ -120,6 +198,20 @@ def test_budget_in_bytes(trace_path, tmp_path, capsys):
     assert (figure["budget"], figure["budget_bytes"]) == (f"{budget} GiB", 1073)
     size = read(trace_path).model.expert_bytes
     assert figure["slots"] == (1073 // size).tolist()
+
+
+@pytest.mark.parametrize("how", [("--policy", "lru"), ("--curve",)])
+def test_traces_that_were_not_computed_alike(tmp_path, capsys, how):
+    trace = random_trace(3, 4, max_steps=8, missing=0.05)
+    for name, step in (("a", 64), ("b", 99)):
+        capture = replace(trace.capture, prefill_step=step)
+        with TraceWriter(tmp_path / f"{name}.h5", trace.model, capture) as writer:
+            writer.append(replace(trace.streams[0], prompt_id=name, prompt_sha256=f"{step:064}"))
+            writer.close(complete=True)
+    one, other = tmp_path / "a.h5", tmp_path / "b.h5"
+    text = " ".join(replay(capsys, one, other, "-C", 4, *how).split())
+    assert f"{one} and {other} were not computed alike (prefill step 64 against 99)" in text
+    assert "not computed alike" not in replay(capsys, one, "-C", 4, *how)
 
 
 def test_list(capsys):
@@ -144,7 +236,6 @@ def test_refusals(trace_path, tmp_path, capsys):
         (("--curve", "--policy", "lru"), "leave --policy out"),
         (("--curve", "--budget-gib", "1"), "leave --budget-gib out"),
         (("--curve", "--by-layer"), "leave --by-layer out"),
-        (("--curve", "--scope", "global"), "leave --scope out"),
         (("--plots", tmp_path), "add --curve"),
         (("--json", tmp_path / "no" / "r.json"), "make it first"),
     ):

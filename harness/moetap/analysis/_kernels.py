@@ -23,19 +23,15 @@ for _bit in range(64):
 
 @njit(cache=True, nogil=True)
 def merge(
-    ids: NDArray[np.uint16],
-    first_rows: NDArray[np.int64],
-    n_steps: int,
-    n_experts: NDArray[np.int64],
+    rows: NDArray[np.uint16], n_experts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.uint16], NDArray[np.bool_]]:
     """Union of the lanes' ids at each (layer, step), ascending, as compressed rows.
 
-    ids: (L, rows, K) of all streams. first_rows: (B,) row of decode step 0 of each lane.
+    rows: (B, steps, L, K) of the lanes.
 
     The ids set bits in a mask and are read back in order, which both sorts them and drops repeats.
     """
-    n_layers, _, width = ids.shape
-    n_lanes = len(first_rows)
+    n_lanes, n_steps, n_layers, width = rows.shape
     starts = np.zeros(n_layers * n_steps + 1, dtype=np.int64)
     found = np.empty(n_layers * n_steps * min(n_lanes * width, n_experts.max()), dtype=np.uint16)
     ran = np.ones((n_layers, n_steps), dtype=np.bool_)
@@ -45,11 +41,10 @@ def merge(
     for layer in range(n_layers):
         for step in range(n_steps):
             for lane in range(n_lanes):
-                row = first_rows[lane] + step
-                if ids[layer, row, 0] == NOT_EXECUTED:
+                if rows[lane, step, layer, 0] == NOT_EXECUTED:
                     ran[layer, step] = False
                 for slot in range(width):
-                    expert = ids[layer, row, slot]
+                    expert = rows[lane, step, layer, slot]
                     if expert == NOT_EXECUTED:
                         break
                     mask[expert >> 6] |= one << np.uint64(expert & 63)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from moetap.analysis.jackknife import Estimate
 from moetap.analysis.lanes import (
     PHASES,
+    Alone,
     Draw,
     Lanes,
     checked_capacities,
@@ -31,7 +32,7 @@ from moetap.analysis.lanes import (
 )
 from moetap.analysis.pool import Pool
 from moetap.analysis.unions import DEFAULT_SIZES
-from moetap.policies import Policy, StepSets
+from moetap.policies import Policy
 from moetap.policies.lru import LRU
 
 DEFAULT_GROUPS = 100
@@ -149,12 +150,18 @@ def cache_table(
     checked_sample(n_groups, seed)
     groups = draws(pool, wanted, n_groups, seed)
     lanes = lay_out(pool)
-    alone = _alone(lanes, groups, np.array(slots, dtype=np.int64), policy)
+    every_c = np.array(slots, dtype=np.int64)
+    alone = Alone(
+        lanes,
+        (int(i) for draw in groups for i in np.unique(draw.members)),
+        lambda _, sets: policy.misses(sets, every_c),
+        policy.offline,
+    )
 
     figures = []
     left_out = np.zeros(pool.model.n_layers, dtype=np.int64)
     for draw in groups:
-        sums = _sums(lanes, draw, alone, np.array(slots, dtype=np.int64), policy)
+        sums = _sums(lanes, draw, alone, every_c, policy)
         left_out += sums.left_out.sum(axis=0)
         for at, capacity in enumerate(slots):
             for phase in PHASES:
@@ -201,38 +208,10 @@ class _Sums:
     left_out: NDArray[np.int64]
 
 
-def _alone(
-    lanes: Lanes, groups: Sequence[Draw], slots: NDArray[np.int64], policy: Policy
-) -> dict[int, NDArray[np.uint16]]:
-    """Misses at B = 1 of every stream that a group holds, (n_C, steps, L).
-
-    A cell misses at most k experts, so uint16 holds them; for n_C <= K this is no more than the
-    trace.
-    """
-
-    def work(stream: int) -> NDArray[np.uint16]:
-        return policy.misses(lanes.merge(np.array([stream])), slots).astype(np.uint16)
-
-    streams = sorted({int(i) for draw in groups for i in np.unique(draw.members)})
-    return dict(zip(streams, in_threads(work, streams), strict=True))
-
-
-def _only(sets: StepSets, ran: NDArray[np.bool_]) -> StepSets:
-    """The sets with no cell but those of `ran`, (L, steps) with no more steps than they have."""
-    n_steps = ran.shape[1]
-    keep = np.zeros((sets.n_layers, sets.n_steps), dtype=np.bool_)
-    keep[:, :n_steps] = ran
-    count = sets.requests.T  # (L, steps)
-    starts = np.zeros(ran.size + 1, dtype=np.int64)
-    np.cumsum(np.where(ran, count[:, :n_steps], 0).ravel(), out=starts[1:])
-    ids = sets.ids[np.repeat(keep.ravel(), count.ravel())]
-    return StepSets(n_steps, sets.n_experts, starts, ids, ran)
-
-
 def _sums(
     lanes: Lanes,
     draw: Draw,
-    alone: dict[int, NDArray[np.uint16]],
+    alone: Alone,
     slots: NDArray[np.int64],
     policy: Policy,
 ) -> _Sums:
@@ -247,18 +226,9 @@ def _sums(
     def work(members: NDArray[np.intp]) -> tuple[NDArray[np.int64], ...]:
         sets = lanes.merge(members)
         ran = sets.ran.T
-        # The same cells on both sides: one that the group leaves out does not pass through the
-        # caches of its streams either, where it would load experts for the cells that count.
-        single = np.zeros((len(slots), n_layers, sets.n_steps), dtype=np.int32).transpose(0, 2, 1)
-        for stream in members:
-            own = None if ran.all() else lanes.merge(np.array([stream]))
-            if own is None or np.array_equal(own.ran[:, : sets.n_steps], sets.ran):
-                single += alone[int(stream)][:, : sets.n_steps]
-            else:
-                single += policy.misses(_only(own, sets.ran), slots)
         return (
             by_phase(policy.misses(sets, slots)),
-            by_phase(single),
+            by_phase(alone.total(members, sets.ran)),
             by_phase(np.stack([sets.extra_passes(int(c)) for c in slots])),
             by_phase(sets.requests),
             by_phase(ran),

@@ -5,7 +5,8 @@ over sampled groups is. Refuses to know what a step set is used for: `replay` se
 cache, `overflow` counts it.
 
 A group ends at its shortest stream. A cell (layer, step) that one of its lanes did not execute is
-left out for the whole group, as in `unions`.
+left out for the whole group, as in `unions`, and for its streams one at a time where they are what
+the group is compared with.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,13 +49,12 @@ R = TypeVar("R")
 class Lanes:
     """The decode rows of a pool, ready to be merged.
 
-    ids: (L, rows, K) uint16, the rows of all streams one after another, layer by layer because
-        caches and windows go along one layer. first_row, n_steps: (N,) int64 per stream.
+    rows: per stream (steps, L, K) uint16, the pool's own: of all rows only those of a group are
+        copied, and only while it is merged. n_steps: (N,) int64 per stream.
     """
 
     n_experts: NDArray[np.int64]
-    ids: NDArray[np.uint16]
-    first_row: NDArray[np.int64]
+    rows: tuple[NDArray[np.uint16], ...]
     n_steps: NDArray[np.int64]
 
     def merge(self, members: NDArray[np.intp]) -> StepSets:
@@ -62,18 +62,84 @@ class Lanes:
         from moetap.analysis._kernels import merge
 
         steps = int(self.n_steps[members].min())
-        starts, ids, ran = merge(self.ids, self.first_row[members], steps, self.n_experts)
+        starts, ids, ran = merge(np.stack([self.rows[i][:steps] for i in members]), self.n_experts)
         return StepSets(steps, self.n_experts, starts, ids, ran)
+
+    @cached_property
+    def ids(self) -> NDArray[np.uint16]:
+        """(L, rows, K), the rows of all streams one after another, layer by layer: a copy as large
+        as they are, for walks along a layer over many streams at once."""
+        n_layers, width = self.rows[0].shape[1:]
+        ids = np.empty((n_layers, self.n_steps.sum(), width), dtype=np.uint16)
+        for first, rows in zip(self.first_row, self.rows, strict=True):
+            ids[:, first : first + len(rows)] = rows.transpose(1, 0, 2)
+        return ids
+
+    @property
+    def first_row(self) -> NDArray[np.int64]:
+        """(N,) row of `ids` that is decode step 0 of each stream."""
+        return np.asarray(np.cumsum(self.n_steps) - self.n_steps)
 
 
 def lay_out(pool: Pool) -> Lanes:
-    """Lay the pool's rows out for merging; takes as much memory as they do."""
+    """The pool's rows as lanes; copies none."""
     n_steps = np.array([len(rows) for rows in pool.rows], dtype=np.int64)
-    first_row = np.cumsum(n_steps) - n_steps
-    ids = np.empty((pool.model.n_layers, n_steps.sum(), pool.rows[0].shape[2]), dtype=np.uint16)
-    for first, rows in zip(first_row, pool.rows, strict=True):
-        ids[:, first : first + len(rows)] = rows.transpose(1, 0, 2)
-    return Lanes(pool.model.n_experts, ids, first_row, n_steps)
+    return Lanes(pool.model.n_experts, pool.rows, n_steps)
+
+
+def only(sets: StepSets, ran: NDArray[np.bool_]) -> StepSets:
+    """The sets with no cell but those of `ran`, (L, steps) with no more steps than they have."""
+    n_steps = ran.shape[1]
+    keep = np.zeros((sets.n_layers, sets.n_steps), dtype=np.bool_)
+    keep[:, :n_steps] = ran
+    count = sets.requests.T  # (L, steps)
+    starts = np.zeros(ran.size + 1, dtype=np.int64)
+    np.cumsum(np.where(ran, count[:, :n_steps], 0).ravel(), out=starts[1:])
+    ids = sets.ids[np.repeat(keep.ravel(), count.ravel())]
+    return StepSets(n_steps, sets.n_experts, starts, ids, ran)
+
+
+class Alone:
+    """What each stream of a group counts at B = 1 over the cells that the group executed.
+
+    Both sides have the same cells: one that the group leaves out, or that comes after its last
+    step, does not pass through the caches of its streams either, where it would load experts for
+    the cells that count (or, if the policy knows the future, be expected).
+
+    count: (stream, its step sets) to (..., steps, L), at most 65535 each. offline: what a step
+        counts depends on later ones. Each stream is counted once over all its cells, which takes
+        1/K of the rows for one count per cell, and again only for groups that have fewer.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        streams: Iterable[int],
+        count: Callable[[int, StepSets], NDArray[np.integer[Any]]],
+        offline: bool,
+    ) -> None:
+        self._lanes, self._count, self._offline = lanes, count, offline
+
+        def work(stream: int) -> tuple[NDArray[np.uint16], NDArray[np.bool_]]:
+            sets = lanes.merge(np.array([stream]))
+            return count(stream, sets).astype(np.uint16), sets.ran
+
+        once = sorted(set(streams))
+        self._whole = dict(zip(once, in_threads(work, once), strict=True))
+
+    def total(self, members: NDArray[np.intp], ran: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """The sum over the lanes, (..., steps, L). ran: (L, steps) of the group."""
+        n_steps = ran.shape[1]
+        found = []
+        for stream in members.tolist():
+            whole, own = self._whole[stream]
+            later = own.shape[1] > n_steps
+            if np.array_equal(own[:, :n_steps], ran) and not (self._offline and later):
+                found.append(whole[..., :n_steps, :])
+            else:
+                sets = self._lanes.merge(np.array([stream]))
+                found.append(self._count(stream, only(sets, ran)).astype(np.uint16))
+        return np.asarray(np.sum(found, axis=0, dtype=np.int64))
 
 
 @dataclass(frozen=True, eq=False)

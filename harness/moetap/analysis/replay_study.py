@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +23,7 @@ from moetap.analysis.jackknife import Estimate
 from moetap.analysis.lanes import (
     COLD_STEPS,
     PHASES,
+    Alone,
     Draw,
     Lanes,
     checked_sample,
@@ -44,7 +48,7 @@ from moetap.analysis.replay import (
 from moetap.analysis.sampling import draw_groups
 from moetap.analysis.strata import strata
 from moetap.errors import UsageError
-from moetap.policies import Policy, StepSets, get
+from moetap.policies import LookUps, Policy, StepSets, get
 from moetap.policies.stacks import CURVES, misses, places
 from moetap.trace import NOT_EXECUTED, Trace
 
@@ -55,6 +59,9 @@ DEFAULT_GROUPS = 100
 PREFILL = "prefill"
 DEFAULT_CHUNK = 2048
 """Prompt tokens of a prefill pass where the trace does not say: mlx-lm's default."""
+
+MOST_OBJECTS = 2**16
+"""Experts that one cache may have for a curve: their places are kept in 16 bits."""
 
 NO_OTHERS = "no other stream to be fitted on"
 
@@ -88,7 +95,7 @@ class Values:
     per_token: misses per token, summed over the layers. bytes_per_token: the same in bytes, None
         where the size of an expert is not known. hit_rate: 1 - misses / requests.
     misses_alone: (L,) misses of the same streams one at a time, each with the same cache to itself,
-        over the same decode steps; None at B = 1 and for prefill.
+        over the decode steps and cells that the group executed; None at B = 1 and for prefill.
     relative: misses / misses alone, None if there is none.
     """
 
@@ -141,10 +148,13 @@ class Study:
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """Misses of LRU and Belady at every C, one cache per layer.
+    """Misses of LRU and Belady at every C: slots of each layer's own cache, or all slots of the one
+    cache that all layers share.
 
-    policies: names. phases: names, in order. misses: (policies, phases, L, E + 1) int64 at C = 0 ..
-    E, E the largest number of experts; requests, tokens: (phases, L).
+    policies, phases: names, in order. misses: (policies, phases, caches, n + 1) int64 at C = 0 ..
+    n; caches are layers and n the largest E, or there is one cache, of n experts. requests:
+    (phases, caches). sets: (phases, caches, E + 1) cells (layer, step) by the size U of the step's
+    set, 0 where the layer was not executed. tokens: (phases, L).
     """
 
     pool: Pool
@@ -155,13 +165,13 @@ class Curve:
     phases: tuple[str, ...]
     misses: NDArray[np.int64]
     requests: NDArray[np.int64]
+    sets: NDArray[np.int64]
     tokens: NDArray[np.int64]
 
     @property
     def capacities(self) -> range:
-        """C from k to E."""
-        model = self.pool.model
-        return range(model.max_top_k, int(model.n_experts.max()) + 1)
+        """C from k to E, or to all experts of all layers."""
+        return range(self.pool.model.max_top_k, self.misses.shape[-1])
 
     def miss_rate(self, policy: str, capacity: int, phases: Sequence[str]) -> float | None:
         """Misses / look-ups of all layers in some phases; None without a look-up."""
@@ -169,6 +179,36 @@ class Curve:
         asked = int(self.requests[at].sum())
         missed = int(self.misses[self.policies.index(policy), at, :, capacity].sum())
         return missed / asked if asked else None
+
+    def per_token(self, policy: str, capacity: int, phases: Sequence[str]) -> float:
+        """Misses per token, summed over the layers: with M_l the misses and T_l the tokens of layer
+        l, sum_l (M_l / T_l) over the layers that executed. A shared cache has the sum of M_l only,
+        and it is L' sum M / sum T with the L' layers that executed; the same if all T_l are.
+        """
+        at = [self.phases.index(phase) for phase in phases]
+        missed = self.misses[self.policies.index(policy), at, :, capacity].sum(axis=0)
+        tokens = self.tokens[at].sum(axis=0)
+        ran = tokens > 0
+        if self.options.scope == GLOBAL:
+            return float(missed[0] / tokens[ran].mean()) if ran.any() else 0.0
+        return float(np.sum(missed[ran] / tokens[ran]))
+
+    def extra_passes(self, capacity: int) -> NDArray[np.int64]:
+        """(phases, caches) passes beyond the first that sets larger than C forced:
+        sum over cells of ceil(U / C) - 1, as `StepSets.extra_passes`."""
+        size = np.arange(self.sets.shape[-1])
+        return np.asarray(self.sets @ np.maximum(-(-size // capacity) - 1, 0))
+
+    def passes_per_step(self, capacity: int, phases: Sequence[str]) -> float:
+        """Extra passes per executed (layer, step)."""
+        at = [self.phases.index(phase) for phase in phases]
+        cells = int(self.sets[at, :, 1:].sum())
+        return int(self.extra_passes(capacity)[at].sum()) / cells if cells else 0.0
+
+    def largest_set(self, phases: Sequence[str]) -> int:
+        """Experts of the largest set; with fewer slots extra passes are forced."""
+        at = [self.phases.index(phase) for phase in phases]
+        return int(np.flatnonzero(self.sets[at].sum(axis=(0, 1))).max(initial=0))
 
 
 def replay_study(traces: Sequence[Trace], options: Options) -> Study:
@@ -195,48 +235,70 @@ def replay_study(traces: Sequence[Trace], options: Options) -> Study:
         source.draw,
         source.chunks,
         figures,
-        int(sum((~source.sets(members)[0].ran).sum() for members in source.draw.members)),
+        int(sum((~source.lanes.merge(members).ran).sum() for members in source.draw.members)),
     )
 
 
 def curve(traces: Sequence[Trace], options: Options) -> Curve:
-    """LRU and Belady at every C, in one pass over the look-ups of each layer.
+    """LRU and Belady at every C, in one pass over the look-ups of each cache.
 
     Raises:
-        UsageError: the scope is global, or an option makes no sense for these traces.
+        UsageError: an option makes no sense for these traces; the cache that all layers share
+            would be of more than MOST_OBJECTS experts.
         MoetapError: as `pool`.
     """
-    if options.scope == GLOBAL:
-        raise UsageError("a curve is of one cache per layer; leave --scope out")
     source = _Source(traces, options)
-    model = source.pool.model
-    widest = int(model.n_experts.max())
+    n_experts = source.pool.model.n_experts
+    n_layers, shared = len(n_experts), options.scope == GLOBAL
+    widest = int(n_experts.sum() if shared else n_experts.max())
+    if widest > MOST_OBJECTS:
+        raise UsageError(
+            f"a curve is of at most {MOST_OBJECTS:,} experts, and all layers together have "
+            f"{widest:,}; leave --curve out and give sizes (-C)"
+        )
     names = (PREFILL, "cold", "steady") if options.prefill else ("cold", "steady")
-    found = np.zeros((len(CURVES), len(names), model.n_layers, widest + 1), dtype=np.int64)
-    tokens = np.zeros((len(names), model.n_layers), dtype=np.int64)
-    for members in source.draw.members:
-        decode, before = source.sets(members)
+    caches = np.zeros(n_layers, dtype=np.intp) if shared else np.arange(n_layers)
+    n_caches = 1 if shared else n_layers
+    found = np.zeros((len(CURVES), len(names), n_caches, widest + 1), dtype=np.int64)
+    sizes = np.zeros((len(names), n_caches, int(n_experts.max()) + 1), dtype=np.int64)
+    tokens = np.zeros((len(names), n_layers), dtype=np.int64)
+    adding = Lock()
+
+    def count(cache: int, look_ups: LookUps, bounds: NDArray[np.int64]) -> None:
+        n = len(look_ups.size)
+        if options.rule == SEQUENTIAL:
+            bounds, look_ups = look_ups.starts[bounds], look_ups.sequential
+        for at, policy in enumerate(CURVES):
+            own = places(policy, look_ups, bounds)
+            with adding:
+                found[at, :, cache, :n] += own[:, :n]
+                found[at, :, cache, widest] += own[:, n]  # first uses
+
+    def work(members: NDArray[np.intp]) -> None:
+        decode, before = source.lanes.merge(members), source.before(members)
         sets = join([before, decode]) if before else decode
         first = before.n_steps if before else 0
         steady = min(first + COLD_STEPS, sets.n_steps)
         bounds = np.array([0, *([first] if options.prefill else []), steady, sets.n_steps])
+        with adding:
+            for phase, (start, stop) in enumerate(pairwise(bounds)):
+                np.add.at(sizes[phase], (caches, sets.requests[start:stop]), 1)
+            ran = options.b * decode.ran
+            tokens[-2] += ran[:, PHASES["cold"]].sum(axis=1)
+            tokens[-1] += ran[:, PHASES["steady"]].sum(axis=1)
+            if options.prefill:
+                tokens[0] += source.prefill_tokens(members)
+        if shared:
+            count(0, sets.together(np.ones(n_layers, dtype=np.int64)), bounds * n_layers)
+        else:
+            in_threads(lambda layer: count(layer, sets.layer(layer), bounds), range(n_layers))
 
-        def work(layer: int, sets: StepSets = sets, bounds: NDArray[np.int64] = bounds) -> None:
-            look_ups = sets.layer(layer)
-            n = len(look_ups.size)
-            if options.rule == SEQUENTIAL:
-                bounds, look_ups = look_ups.starts[bounds], look_ups.sequential
-            for at, policy in enumerate(CURVES):
-                own = places(policy, look_ups, bounds)
-                found[at, :, layer, :n] += own[:, :n]
-                found[at, :, layer, widest] += own[:, n]  # first uses
-
-        in_threads(work, range(model.n_layers))
-        ran = options.b * decode.ran
-        tokens[-2] += ran[:, PHASES["cold"]].sum(axis=1)
-        tokens[-1] += ran[:, PHASES["steady"]].sum(axis=1)
-        if options.prefill:
-            tokens[0] += source.prefill_tokens(members)
+    # On all cores either way: layers of one group, or groups, if there is one cache.
+    if shared:
+        in_threads(work, source.draw.members)
+    else:
+        for members in source.draw.members:
+            work(members)
     return Curve(
         source.pool,
         options,
@@ -246,16 +308,13 @@ def curve(traces: Sequence[Trace], options: Options) -> Curve:
         names,
         misses(found),
         found[0].sum(axis=2),
+        sizes,
         tokens,
     )
 
 
 class _Source:
-    """The streams that are replayed, ready to be merged.
-
-    hot: (N, objects) int64, how often each stream requests each (layer, expert) while it decodes;
-    objects as in `StepSets.together`.
-    """
+    """The streams that are replayed, ready to be merged."""
 
     def __init__(self, traces: Sequence[Trace], options: Options) -> None:
         self.options = options
@@ -276,17 +335,13 @@ class _Source:
         self._prefill_rows: list[NDArray[np.int64]] = []
         for trace, stream in kept if options.prefill else ():
             rows, chunk = stream.prefill(), trace.capture.prefill_step or DEFAULT_CHUNK
-            self._prefill.append(prefill_sets(rows, self.lanes.n_experts, chunk))
+            self._prefill.append(prefill_sets(rows, self.pool.model.n_experts, chunk))
             self._prefill_rows.append((rows[:, :, 0] != NOT_EXECUTED).sum(axis=0))
-        self._hot: NDArray[np.int64] | None = None
 
-    def sets(self, members: NDArray[np.intp]) -> tuple[StepSets, StepSets | None]:
-        """Step sets of decode, and of the prefill before it: the prompts of the lanes one after the
-        other, chunk by chunk. None where there is none."""
-        decode = self.lanes.merge(members)
-        if not self.options.prefill:
-            return decode, None
-        return decode, join([self._prefill[i] for i in members])
+    def before(self, members: NDArray[np.intp]) -> StepSets | None:
+        """Step sets of the prefill: the prompts of the lanes one after the other, chunk by chunk.
+        None if it is not replayed."""
+        return join([self._prefill[i] for i in members]) if self.options.prefill else None
 
     def prefill_tokens(self, members: NDArray[np.intp]) -> NDArray[np.int64]:
         """(L,) prompt rows that executed the layer."""
@@ -300,28 +355,26 @@ class _Source:
         n_caches = 1 if cache.scope == GLOBAL else self.pool.model.n_layers
         if not policy.fitted:
             return [policy] * n_caches
-        hot = self.hot
-        counts = hot.sum(axis=0) - hot[np.unique(members)].sum(axis=0)
+        counts = self.uses - sum(self._uses(int(i)) for i in np.unique(members))
         if cache.scope == GLOBAL:
             return [policy.fit(counts)]
-        ends = np.cumsum(self.lanes.n_experts)[:-1]
+        ends = np.cumsum(self.pool.model.n_experts)[:-1]
         return [policy.fit(part) for part in np.split(counts, ends)]
 
-    @property
-    def hot(self) -> NDArray[np.int64]:
-        """See the class."""
-        if self._hot is None:
-            n_experts = self.lanes.n_experts
-            first = np.cumsum(n_experts) - n_experts
-            # Filled before it is kept: threads share it, and must not meet a part of it.
-            hot = np.zeros((self.pool.n_streams, int(n_experts.sum())), dtype=np.int64)
-            for stream, rows in enumerate(self.pool.rows):
-                for layer in range(len(n_experts)):
-                    ids = rows[:, layer].ravel()
-                    counts = np.bincount(ids[ids != NOT_EXECUTED], minlength=n_experts[layer])
-                    hot[stream, first[layer] : first[layer] + n_experts[layer]] = counts
-            self._hot = hot
-        return self._hot
+    @cached_property
+    def uses(self) -> NDArray[np.int64]:
+        """(objects,) how often all streams together request each (layer, expert) while they decode;
+        objects as in `StepSets.together`."""
+        return np.asarray(sum(self._uses(i) for i in range(self.pool.n_streams)))
+
+    def _uses(self, stream: int) -> NDArray[np.int64]:
+        """The same of one stream. Counted when it is needed: kept for all streams, it would take
+        more memory than the rows of short ones."""
+        rows, parts = self.pool.rows[stream], []
+        for layer, n in enumerate(self.pool.model.n_experts):
+            ids = rows[:, layer].ravel()
+            parts.append(np.bincount(ids[ids != NOT_EXECUTED], minlength=n))
+        return np.concatenate(parts)
 
 
 def _draw(pool: Pool, options: Options) -> Draw:
@@ -340,30 +393,28 @@ def _figure(source: _Source, policy: Policy, cache: Cache, options: Options) -> 
     if policy.fitted and source.pool.n_streams <= options.b:
         return Figure(policy, cache, {}, NO_OTHERS)
 
-    def one(members: NDArray[np.intp]) -> tuple[StepSets, StepSets | None, NDArray[np.int32]]:
-        decode, before = source.sets(members)
+    def one(
+        members: NDArray[np.intp], decode: StepSets
+    ) -> tuple[StepSets | None, NDArray[np.int32]]:
+        before = source.before(members)
         sets = join([before, decode]) if before else decode
         fitted = source.fitted(policy, cache, members)
-        return decode, before, missed_per_step(sets, cache, fitted, options.rule)
+        return before, missed_per_step(sets, cache, fitted, options.rule)
 
-    def alone(stream: int) -> NDArray[np.uint16]:
-        # A step of one lane misses at most k experts, so uint16 holds them.
-        decode, _, missed = one(np.array([stream]))
-        return missed[len(missed) - decode.n_steps :].astype(np.uint16)
+    def count(stream: int, decode: StepSets) -> NDArray[np.int32]:
+        _, missed = one(np.array([stream]), decode)
+        return missed[len(missed) - decode.n_steps :]
 
-    single: dict[int, NDArray[np.uint16]] = {}
+    alone = None
     if options.b > 1:
-        streams = np.unique(groups).tolist()
-        single = dict(zip(streams, in_threads(alone, streams), strict=True))
+        alone = Alone(source.lanes, np.unique(groups).tolist(), count, policy.offline)
 
     def work(members: NDArray[np.intp]) -> dict[str, _Sums]:
-        decode, before, missed = one(members)
+        decode = source.lanes.merge(members)
+        before, missed = one(members, decode)
         first = len(missed) - decode.n_steps
         ran = decode.ran.T
-        base = np.zeros(ran.shape, dtype=np.int64)
-        for stream in members if single else ():
-            base += single[int(stream)][: decode.n_steps]
-        base *= ran  # a cell that the group leaves out does not count alone either
+        base = alone.total(members, decode.ran) if alone else np.zeros(ran.shape, dtype=np.int64)
         extra = decode.extra_passes(cache.slots)
         found = {
             phase: _Sums(

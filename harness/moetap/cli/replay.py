@@ -51,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         help="a step's experts as one set, or one after the other (default: step)",
     )
     add("--prefill", action="store_true", help="replay each prompt first, chunk by chunk")
-    add("--curve", action="store_true", help="LRU and Belady at every C from k to E")
+    add("--curve", action="store_true", help="LRU and Belady at every size")
     add("--groups", type=int, default=100, metavar="N", help="groups to sample where B > 1")
     add("--seed", type=int, default=0, help="seed of the sample (default: %(default)s)")
     add("--by-layer", action="store_true", help="also show each MoE layer")

@@ -17,12 +17,15 @@ Both kinds of JSON begin with
 
 `curve` with
 
-    layer_index, capacities (C of the columns of misses), phases, policies,
-    requests, tokens    [phase][layer]
-    misses              {policy: [phase][layer][C]}
+    layer_index, capacities (the C below: slots of a layer, or all of a global cache), phases,
+    policies,
+    tokens              [phase][layer]
+    requests            [phase][cache], a cache being a layer, or the only one of a global scope
+    misses              {policy: [phase][cache][C]}
+    extra_passes        [phase][cache][C]
 
 Estimates are {value, low, high, why} or null. CSV has a line per policy, budget, phase and layer
-("all" first, which has the estimates), or per policy, phase, layer and C.
+("all" first, which has the estimates), or per policy, phase, layer ("all" of a global cache) and C.
 """
 
 from __future__ import annotations
@@ -31,8 +34,12 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moetap._version import __version__
 from moetap.analysis.jackknife import Estimate
+from moetap.analysis.replay import GLOBAL
 from moetap.analysis.replay_study import Curve, Figure, Study, Values
 from moetap.report.summary_files import csv_text
 
@@ -87,7 +94,7 @@ def replay_csv(study: Study) -> str:
 
 
 def curve_json(curve: Curve) -> str:
-    """Everything, C from k to E."""
+    """Everything, at each of the curve's capacities."""
     span = curve.capacities
     kept = curve.misses[..., span.start : span.stop]
     content = _head("curve", curve) | {
@@ -98,13 +105,18 @@ def curve_json(curve: Curve) -> str:
         "requests": curve.requests.tolist(),
         "tokens": curve.tokens.tolist(),
         "misses": {p: kept[at].tolist() for at, p in enumerate(curve.policies)},
+        "extra_passes": _extra_passes(curve).tolist(),
     }
     return json.dumps(content) + "\n"
 
 
 def curve_csv(curve: Curve) -> str:
-    """One line per policy, phase, layer and C from k to E."""
-    same = _same(curve)
+    """One line per policy, phase, layer and capacity. tokens: of a cache that all layers share,
+    summed over them, as misses are."""
+    same, extra = _same(curve), _extra_passes(curve)
+    shared = curve.options.scope == GLOBAL
+    tokens = curve.tokens.sum(axis=1, keepdims=True) if shared else curve.tokens
+    layers = ["all"] if shared else curve.pool.model.layer_index.tolist()
     return csv_text(
         [
             same
@@ -115,14 +127,20 @@ def curve_csv(curve: Curve) -> str:
                 "capacity": capacity,
                 "misses": int(curve.misses[at, when, where, capacity]),
                 "requests": int(curve.requests[when, where]),
-                "tokens": int(curve.tokens[when, where]),
+                "tokens": int(tokens[when, where]),
+                "extra_passes": int(extra[when, where, place]),
             }
             for at, policy in enumerate(curve.policies)
             for when, phase in enumerate(curve.phases)
-            for where, layer in enumerate(curve.pool.model.layer_index.tolist())
-            for capacity in curve.capacities
+            for where, layer in enumerate(layers)
+            for place, capacity in enumerate(curve.capacities)
         ]
     )
+
+
+def _extra_passes(curve: Curve) -> NDArray[np.int64]:
+    """(phases, caches, C)."""
+    return np.stack([curve.extra_passes(capacity) for capacity in curve.capacities], axis=-1)
 
 
 def _head(metric: str, found: Study | Curve) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from moetap.analysis.replay import RULES
+from moetap.analysis.replay import GLOBAL, RULES
 from moetap.analysis.replay_study import Curve
 from moetap.report.plots import DARK, LIGHT, Theme, grid_lines, saved, styled
 from moetap.report.replay_table import DECODE
@@ -30,7 +30,13 @@ def curve_files(curve: Curve) -> Iterator[tuple[str, bytes]]:
 
 
 def draw_curve(axes: Axes, curve: Curve, theme: Theme) -> None:
-    """LRU and Belady over C, all decode steps and steady ones."""
+    """LRU and Belady over C, all decode steps and steady ones; shaded: C at which a step's set may
+    not fit and passes are forced."""
+    largest = curve.largest_set(DECODE)
+    if largest > curve.capacities[0]:
+        axes.axvspan(
+            0, largest, color=theme.grid, alpha=0.5, linewidth=0, label="extra passes forced"
+        )
     for color, policy in zip(theme.series, curve.policies, strict=False):
         for label, phases, style in STYLES:
             rates = [(c, curve.miss_rate(policy, c, phases)) for c in curve.capacities]
@@ -39,6 +45,7 @@ def draw_curve(axes: Axes, curve: Curve, theme: Theme) -> None:
                 axes.plot(*zip(*points, strict=True), style, color=color, label=f"{policy} {label}")
     axes.set_xlim(0, 1.03 * curve.capacities[-1])
     axes.set_ylim(0, None)
-    axes.set_xlabel("C, expert slots per layer")
+    shared = curve.options.scope == GLOBAL
+    axes.set_xlabel(f"expert slots, {'shared by all layers' if shared else 'C per layer'}")
     axes.set_ylabel("look-ups that miss, %")
     grid_lines(axes, theme)

@@ -14,23 +14,30 @@ from rich.table import Table
 
 from moetap.analysis.jackknife import Estimate
 from moetap.analysis.lanes import COLD_STEPS, Draw
+from moetap.analysis.pool import Pool
 from moetap.analysis.replay import GLOBAL, RULES, SCOPES, SEQUENTIAL
 from moetap.analysis.replay_study import PREFILL, Curve, Figure, Options, Study, Values
 from moetap.report import words
 from moetap.report.console import make_console
-from moetap.report.sections import Heading, Note, Section, grid, print_section
+from moetap.report.sections import Heading, Note, Section, grid, print_section, print_warnings
 
 DECODE = ("cold", "steady")
 
 
 def print_replay(study: Study, by_layer: bool = False) -> None:
     """Print the tables of a study."""
-    print_section(make_console(), replay_section(study, by_layer))
+    _print(study.pool, replay_section(study, by_layer))
 
 
 def print_curve(curve: Curve, capacities: Sequence[int]) -> None:
     """Print the table of a curve at some C."""
-    print_section(make_console(), curve_section(curve, capacities))
+    _print(curve.pool, curve_section(curve, capacities))
+
+
+def _print(pool: Pool, section: Section) -> None:
+    console = make_console()
+    print_warnings(console, words.warnings(pool))
+    print_section(console, section)
 
 
 def replay_section(study: Study, by_layer: bool = False) -> Section:
@@ -58,55 +65,84 @@ def replay_section(study: Study, by_layer: bool = False) -> Section:
 def curve_section(curve: Curve, capacities: Sequence[int]) -> Section:
     """LRU and Belady at some C, one line each."""
     options, phases = curve.options, ("all", *DECODE)
+    forced = forced_passes(curve, min(capacities))
+    passes = bool(forced)
     names = ["lru\nmisses %", "\nfirst", "\nrest", "belady\nmisses %", "\nfirst", "\nrest"]
-    shown = grid(("C",), [*names, "lru per\ntoken", "belady per\ntoken", "lru above\nbelady %"])
+    names += ["lru per\ntoken", "belady per\ntoken", "lru above\nbelady %"]
+    shown = grid(
+        ("slots",) if options.scope == GLOBAL else ("C",),
+        [*names, *(["extra\npasses"] if passes else [])],
+    )
     for capacity in capacities:
         rates = [
             curve.miss_rate(policy, capacity, DECODE if phase == "all" else (phase,))
             for policy in curve.policies
             for phase in phases
         ]
-        loads = [_curve_loads(curve, policy, capacity) for policy in curve.policies]
+        loads = [curve.per_token(policy, capacity, DECODE) for policy in curve.policies]
         over = 100 * (loads[0] / loads[1] - 1) if loads[1] else None
         shown.add_row(
-            str(capacity),
+            f"{capacity:,}",
             *("n/a" if rate is None else f"{100 * rate:.2f}" for rate in rates),
             *(f"{load:.2f}" for load in loads),
             "n/a" if over is None else f"{over:.1f}",
+            *([f"{curve.passes_per_step(capacity, DECODE):.2f}"] if passes else []),
         )
-    note = " ".join(
-        part
-        for part in (
-            f"Share of look-ups that miss, all decode steps, the first {COLD_STEPS} of each "
-            f"{_unit(options)} and the rest; misses per token, summed over layers. One look-up per "
-            "distinct expert of a layer and step. Every C from k to E was counted in one pass; "
-            "--json and --csv have them all, by layer. Belady knows the future: no policy that "
-            "loads what it misses misses less.",
-            "A set larger than C runs in several passes; moetap replay -C counts them."
-            if options.b > 1
-            else "",
-            _start(options, curve.chunks),
-            _streams(curve.draw, options),
-            words.left_out(curve.pool),
-        )
-        if part
-    )
+    parts: list[Heading | Note | Table] = [shown]
+    if forced:
+        parts.append(Note(forced, main=True))
+    parts.append(Note(_curve_caption(curve)))
     title = f"Miss-rate curve: {_rules(options)}, {curve.pool.model.id}"
-    cut = words.incomplete(curve.pool)
-    return Section("curve", title, cut, (shown, Note(note)))
+    return Section("curve", title, words.incomplete(curve.pool), tuple(parts))
+
+
+def forced_passes(curve: Curve, smallest: int) -> str:
+    """From which C on a decode step's set fits at once; "" if it does with `smallest` slots."""
+    largest = curve.largest_set(DECODE)
+    if largest <= smallest:
+        return ""
+    return (
+        f"The largest set of a layer and step has {largest} experts. With fewer slots some steps "
+        "run in several passes (extra passes: per layer and step), so a miss rate there does not "
+        "stand for an engine that runs each layer in one."
+    )
+
+
+def _curve_caption(curve: Curve) -> str:
+    options, low, high = curve.options, curve.capacities[0], curve.capacities[-1]
+    n_layers = curve.pool.model.n_layers
+    said = [
+        f"Share of look-ups that miss, all decode steps, the first {COLD_STEPS} of each "
+        f"{_unit(options)} and the rest; misses per token, summed over layers. One look-up per "
+        "distinct expert of a layer and step.",
+        f"Slots of one size, shared by all layers: -C N is N x {n_layers} of them. Every number "
+        f"from {low:,} to {high:,} was counted in one pass; --json and --csv have them all."
+        if options.scope == GLOBAL
+        else f"Every C from k = {low} to E = {high} was counted in one pass; --json and --csv have "
+        "them all, by layer.",
+        "Belady knows the future: no policy that loads what it misses misses less.",
+        _start(options, curve.chunks),
+        _streams(curve.draw, options),
+        f"Sampler: {words.sampler(curve.pool)}.",
+        words.left_out(curve.pool),
+    ]
+    return " ".join(part for part in said if part)
 
 
 def chosen_capacities(curve: Curve, asked: Sequence[int] | None) -> list[int]:
-    """Those asked for, at most E; else k, E and the numbers 2^i and 3 x 2^i between them."""
-    low, high = curve.capacities[0], curve.capacities[-1]
-    if asked is not None:
-        return sorted({min(c, high) for c in asked})
-    between = (m << i for i in range(high.bit_length()) for m in (1, 3))
-    return sorted({low, high, *(c for c in between if low < c < high)})
+    """Those asked for, at most E; else k, E and the numbers 2^i and 3 x 2^i between them. Of a
+    cache that all layers share: the same, times the layers."""
+    model = curve.pool.model
+    if asked is None:
+        low, high = model.max_top_k, int(model.n_experts.max())
+        between = (m << i for i in range(high.bit_length()) for m in (1, 3))
+        asked = [low, high, *(c for c in between if low < c < high)]
+    times = model.n_layers if curve.options.scope == GLOBAL else 1
+    return sorted({min(c * times, curve.capacities[-1]) for c in asked})
 
 
 def _decode(study: Study) -> Table:
-    several = study.options.b > 1
+    several, forced = study.options.b > 1, _forced(study)
     unit, divisor = _bytes_unit(study)
     shown = grid(
         ("budget", "policy"),
@@ -120,7 +156,7 @@ def _decode(study: Study) -> Table:
             "\nfirst",
             "\nrest",
             *(("% of B=1\nall", "\n±", "\nrest") if several else ()),
-            "extra\npasses",
+            *(("extra\npasses",) if forced else ()),
         ),
     )
     for label in dict.fromkeys(f.cache.label for f in study.figures):
@@ -143,7 +179,8 @@ def _decode(study: Study) -> Table:
                         _half(every.relative, 100, 1),
                         _value(phases[2].relative if phases[2] else None, 100, 1),
                     ]
-                cells.append(_passes(every, study.options.b))
+                if forced:
+                    cells.append(_passes(every, study.options.b))
             shown.add_row(label if first else "", figure.policy.name, *cells)
             first = False
         shown.add_section()
@@ -221,8 +258,10 @@ def _caption(study: Study) -> str:
     policies = {f.policy.name: f.policy for f in study.figures}.values()
     budgets = {f.cache.n_bytes is not None for f in study.figures}
     room = [p.name for p in policies if not p.forced]
-    future = [p.name for p in policies if p.offline]
+    bounds = [p.name for p in policies if p.offline and p.forced]
+    future = [p.name for p in policies if p.offline and not p.forced]
     fitted = [p.name for p in policies if p.fitted]
+    roomy = dict.fromkeys(f.cache.label for f in study.figures if _holds_all(study, f))
     preloaded = [p.name for p in policies if p.preloaded]
     said = [
         f"Misses per token, summed over layers; first {COLD_STEPS} decode steps and the rest; kB = "
@@ -245,18 +284,25 @@ def _caption(study: Study) -> str:
             ]
         )
         + ".",
-        "Extra passes: forced, per layer and step, because the set is larger than the cache.",
+        "Extra passes: forced, per layer and step, because the set is larger than the cache."
+        if _forced(study)
+        else "No set is larger than its cache: no extra passes.",
+        f"Room for every expert: {', '.join(roomy)}." if roomy else "",
         _start(options, study.chunks),
         f"Not possible without room besides the slots: {', '.join(room)}." if room else "",
-        f"Knows the future, so a bound{_how_exact(study)}: {', '.join(future)}." if future else "",
+        f"Knows the future, so a bound{_how_exact(study)} of those that load every miss into a "
+        f"slot: {', '.join(bounds)}."
+        if bounds
+        else "",
+        f"Knows the future: {', '.join(future)}." if future else "",
         f"Fitted on the streams that are not replayed with it: {', '.join(fitted)}."
         if fitted
         else "",
         f"Loads before the first step are not counted: {', '.join(preloaded)}."
         if preloaded
         else "",
-        "% of B=1: misses against the same streams one at a time, each with the whole cache; 100 % "
-        "less that is what B lanes save."
+        "% of B=1: misses against the same streams one at a time over the same steps and cells, "
+        "each with the whole cache; 100 % less that is what B lanes save."
         if options.b > 1
         else "",
         _streams(study.draw, options),
@@ -276,12 +322,17 @@ def _how_exact(study: Study) -> str:
     return " (not an exact one: experts differ in size)" if any(len(s) > 1 for s in sizes) else ""
 
 
-def _curve_loads(curve: Curve, policy: str, capacity: int) -> float:
-    """Misses per token, summed over the layers that executed."""
-    at = [curve.phases.index(phase) for phase in DECODE]
-    missed = curve.misses[curve.policies.index(policy), at, :, capacity].sum(axis=0)
-    tokens = curve.tokens[at].sum(axis=0)
-    return float(np.sum(missed[tokens > 0] / tokens[tokens > 0]))
+def _forced(study: Study) -> bool:
+    """Some decode step needed an extra pass."""
+    every = [f.phases.get("all") for f in study.figures]
+    return any(v is not None and v.extra_passes.any() for v in every)
+
+
+def _holds_all(study: Study, figure: Figure) -> bool:
+    cache, n_experts = figure.cache, study.pool.model.n_experts
+    if cache.scope == GLOBAL:
+        return int(cache.size @ n_experts) <= cache.capacity
+    return bool(np.all(n_experts <= cache.slots))
 
 
 def _bytes_unit(study: Study) -> tuple[str, float]:
