@@ -12,7 +12,8 @@ comes from a process of its own. It prints
                   and what MLX allocated beyond the weights in the resident run (KV, activations)
     ms a token    mean of the steady decode steps against max(resident compute, missed bytes /
                   bandwidth), bandwidth being what the capture's own reads of a layer's misses had
-    Python        time in a streamed layer's call less waiting for computation and for reads
+    Python        processor time of the calling thread in a streamed layer's call, less what MLX
+                  takes of it to launch what is evaluated there
 
 Scales are float32, because MLX's CPU backend is twelve times slower with bfloat16 ones. That makes
 an expert 1,966,080 bytes instead of 1,769,472.
@@ -169,9 +170,8 @@ def measure(folder: Path, slots: int, cold: bool, n_prompt: int, n_tokens: int) 
         # The last forward runs ahead and has no figures.
         n_layers = len(loaded.engine.layers)
         calls = inside[-n_layers * (n_tokens - n_tokens // 3 + 1) : -n_layers]
-        waits = io.eval_s[late].sum() + io.wait_s[late].sum()
         result |= {
-            "python_s": float((sum(calls) - waits) / len(calls)),
+            "python_s": float(np.mean(calls)),
             "misses": float(io.misses[late].sum(axis=1).mean()),
             "bytes": float(io.read_bytes[late].sum(axis=1).mean()),
             "read_s": float(io.read_s[late].sum(axis=1).mean()),
@@ -183,17 +183,33 @@ def measure(folder: Path, slots: int, cold: bool, n_prompt: int, n_tokens: int) 
 
 
 def _time_calls() -> list[float]:
-    """From now on, how long each call of a streamed layer takes."""
-    from time import perf_counter
+    """From now on, the processor time that each call of a streamed layer takes its thread, without
+    what it takes in MLX's `eval` and `async_eval`.
+    """
+    from time import thread_time
+
+    import mlx.core as mx
 
     from moetap.capture.streaming.engine import Layer
 
-    original, times = Layer._run, []
+    inside, times = 0.0, []
+
+    def evaluating(function):
+        def timed(*arrays):
+            nonlocal inside
+            begin = thread_time()
+            function(*arrays)
+            inside += thread_time() - begin
+
+        return timed
+
+    mx.eval, mx.async_eval = evaluating(mx.eval), evaluating(mx.async_eval)
+    original = Layer._run
 
     def timed(self, x, indices):
-        begin = perf_counter()
+        begin, before = thread_time(), inside
         out = original(self, x, indices)
-        times.append(perf_counter() - begin)
+        times.append(thread_time() - begin - (inside - before))
         return out
 
     Layer._run = timed

@@ -45,6 +45,36 @@ def test_a_streamed_capture_is_the_same_trace(model_dir, options, tmp_path, caps
     assert "hit rate" in text and "past the page cache" in text if how[1:] else True
 
 
+@pytest.mark.parametrize("policy", ["lfu-aging", "sieve"])
+def test_another_policy(model_dir, options, tmp_path, policy):
+    a, b = tmp_path / "a.h5", tmp_path / "b.h5"
+    assert run_capture(model_dir, a, *options, "--slots", 6) == 0
+    assert run_capture(model_dir, b, *options, "--slots", 6, "--policy", policy) == 0
+    x, y = read(a), read(b)
+    assert_same_streams(x, y)
+    assert y.capture.policy == policy
+    # The same routing, other misses, and again those of the policy's replay.
+    assert agreement(y).different == 0
+    assert agreement(y).measured != agreement(x).measured
+
+
+@pytest.mark.parametrize(
+    ("policy", "line"),
+    [
+        ("belady", "to know what will be requested"),
+        ("static", "cannot decide online"),
+        ("pinned:2", "cannot decide online"),
+        ("none", "no policy is called 'none'"),
+    ],
+)
+def test_a_policy_that_cannot_decide_online(model_dir, options, tmp_path, capsys, policy, line):
+    out = tmp_path / "t.h5"
+    said = fails(
+        capsys, 2, "capture", "--model", model_dir, "-o", out, *options, "--policy", policy
+    )
+    assert line in said and not out.exists()
+
+
 def test_resume(model_dir, options, tmp_path, capsys):
     whole, out = tmp_path / "whole.h5", tmp_path / "t.h5"
     assert run_capture(model_dir, whole, *options, "--slots", 5) == 0
@@ -186,6 +216,35 @@ def test_experts_stored_fused_are_resident_only(model_dir, options, tmp_path, ca
     assert run_capture(model_dir, out, *options) == 0
 
 
+@pytest.mark.parametrize(("growth", "flagged"), [(100_000_000, False), (100_000_001, True)])
+def test_swap_growth_is_kept_and_flagged(
+    model_dir, options, tmp_path, capsys, monkeypatch, growth, flagged
+):
+    grown = iter([7, 7 + growth])  # before the capture, and after its first stream; then it shrinks
+    monkeypatch.setattr(_machine, "swap_bytes", lambda: next(grown, 7))
+    out = tmp_path / "t.h5"
+    assert run_capture(model_dir, out, *options) == 0
+    assert read(out).capture.swap_growth_bytes == growth
+    assert main(["info", str(out)]) == 0
+    assert ("memory ran short" in " ".join(capsys.readouterr().out.split())) == flagged
+
+
+@pytest.mark.parametrize(("growth", "flagged"), [(100_000_000, False), (100_000_001, True)])
+def test_a_machine_that_swaps_is_told(
+    model_dir, options, tmp_path, capsys, monkeypatch, growth, flagged
+):
+    in_use = iter([0])
+    monkeypatch.setattr(_machine, "swap_bytes", lambda: next(in_use, growth))
+    assert run_capture(model_dir, tmp_path / "t.h5", *options) == 0
+    assert ("memory ran short: swap grew by 0.10 GB" in capsys.readouterr().err) == flagged
+
+
+def test_a_system_that_tells_nothing_of_swap(model_dir, options, tmp_path, monkeypatch):
+    monkeypatch.setattr(_machine, "swap_bytes", lambda: None)
+    assert run_capture(model_dir, tmp_path / "t.h5", *options) == 0
+    assert read(tmp_path / "t.h5").capture.swap_growth_bytes is None
+
+
 def test_verify(model_dir, capsys, monkeypatch):
     args = ["verify", "--streaming", "--model", str(model_dir)]
     assert main(args) == 0
@@ -198,7 +257,7 @@ def test_verify(model_dir, capsys, monkeypatch):
     from moetap.capture.streaming.engine import Layer
 
     real = Layer._slots_of
-    monkeypatch.setattr(Layer, "_slots_of", lambda self, ids: real(self, ids) * 0)
+    monkeypatch.setattr(Layer, "_slots_of", lambda *args: real(*args) * 0)
     assert main(args) == 1
     out = capsys.readouterr().out
     assert "DIFFERENT: routing, first at row" in out and "do not stream on this machine" in out

@@ -60,6 +60,14 @@ def swap_bytes() -> int | None:
         return None
 
 
+def swap_growth(before: int | None) -> int | None:
+    """Bytes by which swap in use has grown since it was `before`, None if the system does not tell.
+    Other programs' swapping counts too: the system does not say whose it is.
+    """
+    now = swap_bytes()
+    return None if before is None or now is None else now - before
+
+
 def operating_system() -> str:
     """Such as "macOS 26.1 arm64" or "Linux 6.12 x86_64"."""
     if sys.platform == "darwin":

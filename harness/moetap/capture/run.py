@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from moetap._version import __version__
 from moetap.analysis.loops import looped_from
 from moetap.capture import _machine, _mlx
-from moetap.capture.streaming.kernel import ROW_KERNEL
+from moetap.capture.streaming.kernel import DEPENDENT, ROW_KERNEL
 from moetap.capture.tap import Rows, tap
 from moetap.errors import MoetapError, first_line
 from moetap.prompts import Prompt, PromptMix
@@ -162,9 +162,9 @@ def describe(
         full_prefill=settings.full_prefill,
         mode="streaming" if engine else "resident",
         slots=engine.slots if engine else None,
-        policy=engine.policy if engine else None,
+        policy=engine.policy.name if engine else None,
         cold_reads=engine.cold if engine else None,
-        expert_kernel=ROW_KERNEL,
+        expert_kernel=ROW_KERNEL if engine is None or engine.independent else DEPENDENT,
         mix_name=mix.name,
         mix_version=mix.version,
         mix_sha256=mix.sha256,

@@ -92,6 +92,12 @@ def add_parser(verbs: Any) -> None:
         "--cold", action="store_true", help="read experts past the page cache when streaming"
     )
     parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="which experts leave their slots when streaming: lru (default) or another policy of "
+        "moetap replay that needs no look ahead",
+    )
+    parser.add_argument(
         "--experts",
         type=Path,
         metavar="FILE",
@@ -144,14 +150,17 @@ def run(args: argparse.Namespace) -> int:
             todo = [t for t in tasks if t.prompt.id not in writer.finished]
             with _watching(len(tasks), len(tasks) - len(todo), args.max_tokens) as watcher:
                 for stream in capture(loaded, todo, settings, watcher):
+                    writer.note_swap(_machine.swap_growth(swap))
                     writer.append(stream)
+            growth = _machine.swap_growth(swap)
+            writer.note_swap(growth)
             writer.close(complete=True)
             n_streams = len(writer.finished)
     except _Stopped as stop:
         raise MoetapError(
             f"stopped; finished streams are in {output}, --resume continues"
         ) from stop
-    _warn_of_swapping(swap, _machine.swap_bytes())
+    _warn_of_swapping(growth)
     say(f"{n_streams} streams in {output}; next: moetap analyze {output}")
     return 0
 
@@ -168,7 +177,7 @@ def _load(args: argparse.Namespace, opened: Opened, context: int) -> Loaded:
         opened.info,
         make_tier(round(_machine.ram_bytes() / 2**30), device=this_mac()),
         context,
-        stream=args.stream or args.cold or args.experts is not None,
+        stream=args.stream or args.cold or bool(args.experts or args.policy),
         slots=args.slots,
         memory_bytes=None if args.memory is None else parse_memory(args.memory),
         resident=args.resident,
@@ -177,17 +186,25 @@ def _load(args: argparse.Namespace, opened: Opened, context: int) -> Loaded:
         say(choice.why)
     if choice.slots is None:
         return opened.resident()
-    loaded = stream(opened, choice.slots, cold=args.cold, experts=args.experts)
-    for warning in loaded.engine.reader.warnings if loaded.engine else ():
+    loaded = stream(
+        opened,
+        choice.slots,
+        cold=args.cold,
+        experts=args.experts,
+        policy=args.policy or "lru",
+    )
+    for warning in loaded.engine.warnings if loaded.engine else ():
         say(warning)
     return loaded
 
 
-def _warn_of_swapping(before: int | None, after: int | None) -> None:
+def _warn_of_swapping(growth_bytes: int | None) -> None:
     """The routing is right all the same; measured times are not those of a machine at ease."""
-    if before is not None and after is not None and after - before > 100_000_000:
+    from moetap.analysis.measured import SWAP_LIMIT_BYTES
+
+    if growth_bytes is not None and growth_bytes > SWAP_LIMIT_BYTES:
         say(
-            f"memory ran short: swap grew by {(after - before) / 1e9:.2f} GB while this ran; do "
+            f"memory ran short: swap grew by {growth_bytes / 1e9:.2f} GB while this ran; do "
             "not trust its times, and use fewer --slots or a smaller --memory"
         )
 

@@ -10,8 +10,10 @@ chunk and one of several.
 
 from __future__ import annotations
 
+import time
 from functools import cache
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from families import FAMILIES
@@ -19,6 +21,8 @@ from modeldir import make_model_dir
 
 from moetap.capture import _mlx
 from moetap.capture.run import Settings, capture, prepare
+from moetap.capture.streaming import engine, reads
+from moetap.capture.streaming.engine import Engine
 from moetap.capture.streaming.load import stream
 from moetap.capture.streaming.selfcheck import arbitrary_tokens, difference, run
 from moetap.models import bundled_model
@@ -100,6 +104,51 @@ def compare(folder, slots=None):
 @pytest.mark.parametrize("quantization", [None, {"group_size": 32, "bits": 4}], ids=["plain", "4"])
 def test_families(tmp_path, family, quantization):
     compare(make_model_dir(tmp_path / "m", family, quantization=quantization))
+
+
+@pytest.fixture
+def late_reads(monkeypatch):
+    """Every read takes 3 ms longer than the disk does."""
+    real = reads._File.fill
+
+    def late(self, begin, buffers):
+        time.sleep(0.003)
+        return real(self, begin, buffers)
+
+    monkeypatch.setattr(reads._File, "fill", late)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3", "gpt_oss"])
+def test_nothing_is_computed_before_its_reads_are_done(tmp_path, family, late_reads):
+    folder = make_model_dir(tmp_path / "m", family)
+    k = _mlx.open_model(str(folder)).info.max_top_k
+    compare(folder, slots=(k, k + 1))
+
+
+def test_the_late_reads_would_show(tmp_path, late_reads, monkeypatch):
+    """The control of the test above: who doesn't wait computes with what was there before."""
+    monkeypatch.setattr(Engine, "settle", lambda self: None)
+    folder = make_model_dir(tmp_path / "m")
+    with pytest.raises(AssertionError, match="routing|log-probabilities"):
+        compare(folder, slots=(_mlx.open_model(str(folder)).info.max_top_k,))
+
+
+def test_shared_experts_are_computed_while_experts_are_read(tmp_path, late_reads, monkeypatch):
+    launched = []
+    real = mx.async_eval
+
+    def launch(*arrays):
+        launched.append([a.shape for a in arrays])
+        real(*arrays)
+
+    folder = make_model_dir(tmp_path / "m", "qwen3_next")
+    streamed = stream(_mlx.open_model(str(folder)), 5)
+    monkeypatch.setattr(engine.mx, "async_eval", launch)
+    run(streamed, arbitrary_tokens(streamed, 3), 64, 2)
+    io = streamed.engine.take(2)
+    shared = [shapes for shapes in launched if shapes == [(1, 1, 32)]]
+    # Not of the last layer, whose reads are waited for at once. mlx-lm runs one more step.
+    assert len(shared) >= (io.misses[:, :-1] > 0).sum() > 0
 
 
 QUANTISATIONS = [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moetap.capture.streaming import reads
-from moetap.capture.streaming.reads import Range, Reader
+from moetap.capture.streaming.reads import Reader
 from moetap.errors import MoetapError
 
 SIZE = 300_001
@@ -39,7 +39,7 @@ def read(reader, path, begin, sizes):
     ends = np.cumsum([1, *sizes])
     view = memoryview(memory)
     buffers = [view[a:b] for a, b in zip(ends, ends[1:], strict=False)]
-    done = reader.submit([[Range(path, begin, buffers)]]).wait()
+    done = reader.submit([([(path, begin, list(range(len(buffers))))], buffers)]).wait()
     assert (memory[0], memory[-1]) == (0, 0)
     assert done.n_bytes == sum(sizes) and min(done.wait_s, done.read_s) >= 0
     return bytes(memory[1:-1])

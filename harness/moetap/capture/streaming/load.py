@@ -13,12 +13,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from moetap import policies
 from moetap.capture import _mlx
 from moetap.capture.checkpoint import read_checkpoint
 from moetap.capture.repack import locate_repacked
 from moetap.capture.streaming.arena import Arena
 from moetap.capture.streaming.engine import Engine, Layer
 from moetap.capture.streaming.index import Part, expert_parameters, locate
+from moetap.capture.streaming.kernel import rows_are_independent
 from moetap.capture.streaming.reads import Reader
 from moetap.capture.tap import Switch, _evaluated, _hooked, find_switches
 from moetap.errors import MoetapError, UsageError, first_line
@@ -29,14 +31,20 @@ activations pile up beside the arena."""
 
 
 def stream(
-    opened: _mlx.Opened, slots: int, *, cold: bool = False, experts: Path | None = None
+    opened: _mlx.Opened,
+    slots: int,
+    *,
+    cold: bool = False,
+    experts: Path | None = None,
+    policy: str = "lru",
 ) -> _mlx.Loaded:
     """Make `opened` ready to generate with `slots` expert slots per MoE layer.
 
     cold: read experts past the page cache. experts: an expert-major copy to read them from.
+    policy: of `moetap.policies`, decides in decode steps which experts leave.
 
     Raises:
-        UsageError: slots below k or above E.
+        UsageError: slots below k or above E; no such policy, or one that cannot decide online.
         MoetapError: a shard is missing, truncated or not readable; the experts are not stored as
             the model uses them; not enough memory.
     """
@@ -47,6 +55,10 @@ def stream(
             f"{slots} slots: {info.id} selects {k} of {n} experts per token and layer; give {k} "
             f"to {n}"
         )
+    decides = policies.get(policy)
+    decides.online(n, slots)
+    if decides.preloaded:
+        raise UsageError(f"policy {policy}: it wants experts in their slots before the first step")
     checkpoint = read_checkpoint(opened.path)
     switches = find_switches(opened.model)
     if experts is None:
@@ -56,7 +68,7 @@ def stream(
     opened.stored.clear()
     mx.set_cache_limit(BUFFER_CACHE_BYTES)
     reader = Reader(sorted({path for layer in parts for p in layer for path, _ in p.places}), cold)
-    engine = Engine(reader, slots, cold)
+    engine = Engine(reader, slots, cold, decides, rows_are_independent(opened.model))
     try:
         arenas = [_make_arenas(switch, slots) for switch in switches]
         loaded = opened.resident(engine)
@@ -97,8 +109,19 @@ def _attach(
         by_name = {part.name: part for part in stored}
         ordered = [by_name[arena.name] for arena in slots]
         engine.layers.append(Layer(engine, switch, slots, ordered, runs))
-    for layer in engine.layers:
+    for layer, switch in zip(engine.layers, switches, strict=True):
         layer.attach()
+        for module in _shared_experts(model, switch):
+            layer.overlap(module)
+
+
+def _shared_experts(model: nn.Module, switch: Switch) -> list[nn.Module]:
+    """The shared experts beside `switch`; every family of mlx-lm calls them one of these names."""
+    block: Any = model
+    for name in switch.path.split(".")[:-1]:
+        block = block[int(name)] if name.isdigit() else block[name]
+    named = (block.get(name) for name in ("shared_expert", "shared_experts", "shared_mlp"))
+    return [module for module in named if isinstance(module, nn.Module)]
 
 
 def _needed_in_prefill(model: nn.Module, switches: list[Switch]) -> list[bool]:

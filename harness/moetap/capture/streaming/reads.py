@@ -3,8 +3,8 @@
 Knows files, ranges, short reads, retries and reads past the page cache. Refuses to know MLX and
 what is in a slot: it gets writable buffers.
 
-Workers call preadv only, which releases the interpreter's lock. One task is one expert: all its
-slices, adjacent ones in one call.
+Workers call preadv only, which releases the interpreter's lock. One task is one expert, adjacent
+slices in one call; where there are fewer experts than threads, a part of one.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import mmap
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import TypeAlias
 
 from moetap.capture.probe import PAGE, _file_system, _open_uncached, enclosing
 from moetap.errors import MoetapError
@@ -25,13 +26,9 @@ N_THREADS = 8
 """Reads in flight. SSDs of Macs need four and more to reach their bandwidth."""
 
 
-@dataclass(frozen=True)
-class Range:
-    """Bytes of a file, from `begin` on, and the buffers that they go to, one after the other."""
-
-    path: Path
-    begin: int
-    buffers: list[memoryview]
+Run: TypeAlias = tuple[Path, int, list[int]]
+"""Bytes of a file: the file, the first byte, and the numbers of the buffers that they go to, one
+after the other."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,8 @@ class Batch:
     def wait(self) -> Done:
         """Wait for all of them, also if one fails. MoetapError if one does."""
         begin = perf_counter()
-        wait(self._tasks)
+        for task in self._tasks:
+            task.exception()  # waits
         waited = perf_counter() - begin
         results = [task.result() for task in self._tasks]
         end = max((r[1] for r in results), default=self._started)
@@ -90,13 +88,23 @@ class Reader:
             found.append("the file system refuses reads past the page cache; they are not cold")
         return found
 
-    def submit(self, experts: Sequence[list[Range]]) -> Batch:
-        """Start reading some experts, each given by its ranges."""
+    def submit(self, experts: Iterable[tuple[Sequence[Run], Sequence[memoryview]]]) -> Batch:
+        """Start reading some experts, each given by its runs and the buffers of its slot."""
         started = perf_counter()
-        return Batch(started, [self._pool.submit(self._read, ranges) for ranges in experts])
+        experts = list(experts)
+        share = max(1, N_THREADS // max(1, len(experts)))
+        tasks = [
+            self._pool.submit(self._read, runs[i::share], buffers)
+            for runs, buffers in experts
+            for i in range(min(share, len(runs)))
+        ]
+        return Batch(started, tasks)
 
-    def _read(self, ranges: list[Range]) -> tuple[int, float]:
-        n_bytes = sum(self._files[r.path].fill(r.begin, r.buffers) for r in ranges)
+    def _read(self, runs: Sequence[Run], buffers: Sequence[memoryview]) -> tuple[int, float]:
+        n_bytes = sum(
+            self._files[path].fill(begin, [buffers[number] for number in numbers])
+            for path, begin, numbers in runs
+        )
         return n_bytes, perf_counter()
 
     def check(self) -> None:

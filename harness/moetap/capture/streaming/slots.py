@@ -1,8 +1,7 @@
 """Which expert is in which slot of one layer's arena.
 
-Knows the rule of `moetap.policies` for LRU, one step at a time: look-ups are step-atomic, hits are
-touched before misses get slots, and of the experts last used in the same step the lowest id leaves
-first. So measured misses equal those of a replay. Refuses to know what slots hold and how they are
+Knows which slots are free and asks a policy of `moetap.policies` who leaves, so that measured
+misses equal those of its replay. Refuses to know any policy, what slots hold and how they are
 filled.
 """
 
@@ -10,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from moetap.policies import Online
 
-class LRUSlots:
+
+class SlotTable:
     """The slot table of a layer with `n_slots` slots.
 
-    `slot_of` maps the experts that are resident to their slots, in the order in which they leave.
+    `slot_of` maps the experts that are resident to their slots.
     """
 
-    def __init__(self, n_slots: int) -> None:
+    def __init__(self, n_slots: int, policy: Online) -> None:
         self.n_slots = n_slots
         self.slot_of: dict[int, int] = {}
+        self._policy = policy
         self._free = list(range(n_slots - 1, -1, -1))
 
     def request(self, experts: Sequence[int]) -> list[int]:
@@ -27,22 +29,26 @@ class LRUSlots:
 
         experts: distinct, ascending, at most n_slots.
         """
-        if len(experts) > self.n_slots:
-            raise ValueError(f"{len(experts)} experts in one pass, {self.n_slots} slots")
-        table = self.slot_of
-        slots = {e: table.pop(e) for e in experts if e in table}
-        missing = [e for e in experts if e not in slots]
+        missing = [e for e in experts if e not in self.slot_of]
+        self._give_back(self._policy.request(experts))
         for expert in missing:
-            # What is left in the table is not of this set: its first entry is the one to leave.
-            slots[expert] = self._free.pop() if self._free else table.pop(next(iter(table)))
-        for expert in experts:
-            table[expert] = slots[expert]
+            self.slot_of[expert] = self._free.pop()
         return missing
 
-    def forget(self, experts: Iterable[int]) -> None:
+    def forget(self, experts: Sequence[int]) -> None:
         """Give back the slots of experts that are not there after all."""
-        self._free.extend(self.slot_of.pop(e) for e in experts)
+        self._policy.forget(experts)
+        self._give_back(experts)
 
-    def clear(self) -> None:
-        """Forget every expert."""
-        self.forget(list(self.slot_of))
+    def clear(self, policy: Online) -> None:
+        """Forget every expert; from now on `policy`, an empty cache, decides."""
+        self._give_back(list(self.slot_of))
+        self._policy = policy
+
+    def keep(self, policy: Online) -> None:
+        """From now on `policy`, an empty cache, decides about what is resident."""
+        policy.request(sorted(self.slot_of))
+        self._policy = policy
+
+    def _give_back(self, experts: Iterable[int]) -> None:
+        self._free.extend(self.slot_of.pop(e) for e in experts)
