@@ -24,6 +24,10 @@ NOT_EXECUTED = 65535
 Never a real id.
 """
 
+RESIDENT, STREAMING = "resident", "streaming"
+MODES = ("", RESIDENT, STREAMING)
+"""How a capture held the experts; "" if that was not recorded."""
+
 
 @dataclass(frozen=True, eq=False)
 class ModelInfo:
@@ -82,7 +86,7 @@ class ModelInfo:
 @dataclass(frozen=True)
 class CaptureInfo:
     """How the trace was made: software, machine, sampler, prompts. Empty strings and None mean "not
-    recorded".
+    recorded"; of an imported trace 0 does so too.
     """
 
     moetap_version: str
@@ -99,7 +103,7 @@ class CaptureInfo:
     max_tokens: int = 0
     prefill_step: int = 0
     full_prefill: bool = False
-    mode: str = "resident"  # resident | streaming
+    mode: str = RESIDENT  # of MODES
     slots: int | None = None  # C, streaming only
     policy: str | None = None  # which experts leave their slots, streaming only
     cold_reads: bool | None = None  # experts read past the page cache, streaming only
@@ -112,7 +116,17 @@ class CaptureInfo:
     chat_template_sha256: str = ""
     thinking: bool | None = None  # None: the chat template has no such switch
     untraced_tokens_per_s: float | None = None  # decode rate of one resident stream, not tapped
+    swap_growth_bytes: int | None = None  # the most that swap grew in a session, 0 if it did not
     scores_kind: str = ""  # "" when no scores were kept, else what they are
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise MoetapError(f"mode is {self.mode!r:.80}, expected {RESIDENT} or {STREAMING}")
+
+    @property
+    def imported(self) -> bool:
+        """No recorder made the trace: it comes from another tool's file."""
+        return not self.moetap_version
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from unionkit import golden_streams, golden_trace, make_model, make_stream, make
 from moetap.analysis.pool import pool
 from moetap.analysis.strata import layer_groups, strata
 from moetap.errors import MoetapError, UsageError
-from moetap.report.words import left_out
+from moetap.report.words import left_out, sampler, warnings
 
 
 def test_prompts_that_coincide_stay_distinct_streams():
@@ -94,3 +94,48 @@ def test_streams_of_one_prompt_count_once():
     # Without hashes nothing is known, and nothing is left out.
     bare = [make_trace(model, golden_streams(), run_id=r) for r in "12"]
     assert (pool(bare).n_streams, pool(bare).n_repeated) == (8, 0)
+
+
+def captured(name, **settings):
+    """A trace of one model that a recorder made, in a file of this name."""
+    trace = golden_trace(run_id=name, source=name)
+    recorded = {"moetap_version": "1", "expert_kernel": "row", "prefill_step": 2048}
+    return replace(trace, capture=replace(trace.capture, **(recorded | settings)))
+
+
+def test_traces_that_were_not_computed_alike_are_pooled_with_a_warning():
+    assert warnings(pool([captured("a"), captured("b")])) == []
+    both = pool([captured("a"), captured("b", prefill_step=512, expert_kernel=None)])
+    assert both.n_streams == 8
+    (line,) = warnings(both)
+    assert line.startswith(
+        "a and b were not computed alike (expert kernel row against mlx-lm's choice, prefill step "
+        "2048 against 512): pooled all the same"
+    )
+
+
+def test_every_value_is_named_once_and_what_is_not_recorded_is_no_difference():
+    imported = captured("i", moetap_version="", expert_kernel=None, prefill_step=0)
+    four = [imported, captured("a"), captured("b", prefill_step=64), captured("c")]
+    found = pool(four).differences
+    assert [(d.first.source, d.second.source, d.values) for d in found] == [
+        ("a", "b", (("prefill step", "2048", "64"),))
+    ]
+    # An importer may know the step and not the kernel.
+    knows = captured("k", moetap_version="", expert_kernel=None, prefill_step=32)
+    (line,) = warnings(pool([imported, knows, captured("a")]))
+    assert "k and a were" in line and "kernel" not in line
+
+
+def test_swap_growth_is_flagged_above_100_megabytes():
+    for growth in (None, 0, 100_000_000):
+        assert warnings(pool([captured("a", swap_growth_bytes=growth)])) == []
+    (line,) = warnings(pool([captured("a"), captured("b", swap_growth_bytes=350_000_000)]))
+    assert line.startswith("b: memory ran short, swap grew by 0.35 GB")
+    assert "the times are not those of a machine at ease" in line
+
+
+def test_sampler_of_an_imported_trace_is_not_recorded():
+    assert sampler(pool([captured("a")])) == "greedy (temperature 0)"
+    imported = captured("i", moetap_version="")
+    assert sampler(pool([captured("a"), imported])) == "greedy (temperature 0) and not recorded"

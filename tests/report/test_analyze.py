@@ -64,7 +64,7 @@ def test_every_table_says_what_it_is(analyze):
         "delete-one jackknife interval over streams",
         "over 5 sampled groups for each B, seed 3",
         "nothing survives from one step to the next",
-        "Sampler: greedy (temperature 0).",
+        "Sampler: not recorded.",
         "1 of 14 cells were not executed and are left out.",
         "code, B = 3: not available, 2 streams.",
         "all, B = 4: no interval, without one of the 4 streams no group is left.",

@@ -56,7 +56,7 @@ def test_says_what_it_is(golden, capsys):
         "Decode rows only, each stream by itself.",
         "2 streams (1 agentic, 1 code), 7 decode steps.",
         "delete-one jackknife interval over streams",
-        "Sampler: greedy (temperature 0).",
+        "Sampler: not recorded.",
         "1 of 14 cells were not executed and are left out.",
         "C = 1 not available: a step needs k = 2 slots.",
         "split by stream, seed 0",

@@ -126,6 +126,11 @@ REFUSED: list[tuple[str, Callable[[h5py.File], None], str]] = [
     ("seed as text", attribute("/capture", "seed", "7"), "attribute seed of /capture is no int64"),
     ("seed as array", attribute("/capture", "seed", [7]), "is no int64"),
     ("chip as number", attribute("/capture", "chip", 4), "is no utf-8"),
+    (
+        "unknown mode",
+        attribute("/capture", "mode", "batched"),
+        "mode is 'batched', expected resident",
+    ),
     ("no model", drop("model"), "group /model is missing"),
     ("no capture", drop("capture"), "group /capture is missing"),
     ("no streams", drop("streams"), "group /streams is missing"),

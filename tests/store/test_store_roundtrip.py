@@ -54,6 +54,7 @@ def captures(draw: st.DrawFn) -> CaptureInfo:
         item.name: draw(st.none() | by_type[item.dtype] if item.optional else by_type[item.dtype])
         for item in spec.ATTRIBUTES["/capture"]
     }
+    values["mode"] = draw(st.sampled_from(("", "resident")))
     return CaptureInfo(**values)
 
 

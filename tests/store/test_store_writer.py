@@ -176,6 +176,58 @@ def test_metadata_are_those_of_the_first_run(tmp_path: Path) -> None:
     assert content(read(path), ("streams",)) | {"streams": []} == content(first) | {"streams": []}
 
 
+def test_a_mode_that_was_not_recorded(tmp_path: Path) -> None:
+    """As importers leave it; any mode but the known ones is refused when it is made."""
+    path = tmp_path / "t.h5"
+    with TraceWriter(path, MODEL, a_capture(moetap_version="", mode="")) as writer:
+        for stream in STREAMS:
+            writer.append(stream)
+        writer.close(complete=True)
+    assert (read(path).capture.mode, read(path).capture.imported) == ("", True)
+    with pytest.raises(MoetapError, match="mode is 'both', expected resident or streaming"):
+        a_capture(mode="both")
+
+
+def swap_growth(path: Path) -> int | None:
+    return read(path).capture.swap_growth_bytes
+
+
+def test_swap_growth_is_the_largest_of_all_sessions(tmp_path: Path) -> None:
+    path = tmp_path / "t.h5"
+    for growth, most in ((300, 300), (100, 300), (None, 300), (700, 700)):
+        with TraceWriter(path, MODEL, a_capture(), resume=path.exists()) as writer:
+            writer.append(STREAMS[len(writer.finished)])
+            writer.note_swap(growth)
+            writer.note_swap(-9)
+        assert swap_growth(path) == most
+
+
+def test_swap_growth_that_nobody_knows_is_absent(tmp_path: Path) -> None:
+    path = tmp_path / "t.h5"
+    with TraceWriter(path, MODEL, a_capture()) as writer:
+        writer.append(STREAMS[0])
+        writer.note_swap(None)
+    assert swap_growth(path) is None
+    with TraceWriter(path, MODEL, a_capture(), resume=True) as writer:
+        writer.note_swap(-5)  # swap shrank
+    assert swap_growth(path) == 0
+
+
+def test_swap_growth_survives_kills(tmp_path: Path) -> None:
+    """It is stored with the streams, so what was known when one was appended is not lost."""
+    path = tmp_path / "t.h5"
+    for growth, most in ((300, 300), (100, 300), (700, 700)):
+        writer = TraceWriter(path, MODEL, a_capture(), resume=growth != 300)
+        writer.note_swap(growth)
+        writer.append(STREAMS[len(writer.finished)])
+        os.close(writer._lock._fd)
+        assert swap_growth(path) == most
+    with TraceWriter(path, MODEL, a_capture(), resume=True) as writer:
+        writer.append(STREAMS[3])
+        writer.close(complete=True)
+    assert swap_growth(path) == 700
+
+
 @pytest.mark.parametrize(
     ("stream", "expected"),
     [

@@ -29,6 +29,32 @@ class Origin:
     top_p: float
     seed: int
     untraced_tokens_per_s: float | None  # decode rate of one resident stream, None if not known
+    imported: bool  # of another tool's file: 0 and None mean "not recorded"
+    prefill_step: int
+    expert_kernel: str | None
+    swap_growth_bytes: int | None
+
+    @property
+    def numerics(self) -> dict[str, str]:
+        """What decides which way a near tie of the router falls, in words, as far as recorded. Of
+        two traces that differ here neither is wrong, but they are not the same to the bit.
+        """
+        found = {}
+        if not self.imported:
+            found["expert kernel"] = self.expert_kernel or "mlx-lm's choice"
+        if self.prefill_step:
+            found["prefill step"] = str(self.prefill_step)
+        return found
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two pooled traces that were not computed alike. values: what it is, in the first and in the
+    second trace."""
+
+    first: Origin
+    second: Origin
+    values: tuple[tuple[str, str, str], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +82,26 @@ class Pool:
     def complete(self) -> bool:
         """False if any of the traces is incomplete."""
         return all(origin.complete for origin in self.origins)
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """Traces that were not computed alike. Each trace is held against the first one that
+        recorded the value in question, which finds every value that occurs without naming every
+        pair. What a trace does not record is no difference.
+        """
+        first: dict[str, Origin] = {}
+        found: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
+        for at, origin in enumerate(self.origins):
+            for what, value in origin.numerics.items():
+                earlier = first.setdefault(what, origin)
+                other = earlier.numerics[what]
+                if other != value:
+                    key = (self.origins.index(earlier), at)
+                    found.setdefault(key, []).append((what, other, value))
+        return tuple(
+            Difference(self.origins[i], self.origins[j], tuple(values))
+            for (i, j), values in found.items()
+        )
 
     @property
     def untraced_tokens_per_s(self) -> float | None:
@@ -136,6 +182,10 @@ def _origin(trace: Trace) -> Origin:
         top_p=trace.capture.top_p,
         seed=trace.capture.seed,
         untraced_tokens_per_s=trace.capture.untraced_tokens_per_s,
+        imported=trace.capture.imported,
+        prefill_step=trace.capture.prefill_step,
+        expert_kernel=trace.capture.expert_kernel,
+        swap_growth_bytes=trace.capture.swap_growth_bytes,
     )
 
 

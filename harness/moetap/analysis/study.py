@@ -16,6 +16,7 @@ from moetap.analysis import cache_io, overflow
 from moetap.analysis.cache_io import CacheTable, cache_table
 from moetap.analysis.ledger import Ledger, Tier, default_slots, ledger, trace_sizes
 from moetap.analysis.locality import Locality, locality
+from moetap.analysis.measured import Comparison, compare, has_io
 from moetap.analysis.overflow import (
     OverflowTable,
     PrefillOverflow,
@@ -32,9 +33,10 @@ from moetap.criteria import Criteria
 from moetap.errors import MoetapError, UsageError
 from moetap.trace import ModelInfo, Trace
 
-UNION, CACHE, OVERFLOW, LEDGER, TIME, LOCALITY, VERDICT = PARTS = (
+UNION, CACHE, MEASURED, OVERFLOW, LEDGER, TIME, LOCALITY, VERDICT = PARTS = (
     "union",
     "cache",
+    "measured",
     "overflow",
     "ledger",
     "time",
@@ -109,7 +111,8 @@ class Study:
     """The results for one pool; a part that was not asked for, or is not available, is None.
 
     capacities: C of every table, those asked for and the defaults of the Macs, at most E. default:
-    C of each Mac. traces: for their provenance. no_ledger: why there is no ledger.
+    C of each Mac. traces: for their provenance. measured: of the traces that measured their reads.
+    no_ledger: why there is no ledger.
     """
 
     traces: tuple[Trace, ...]
@@ -120,6 +123,7 @@ class Study:
     unions: UnionTable | None
     curves: tuple[UnionCurve, ...]
     cache: CacheTable | None
+    measured: tuple[Comparison, ...]
     overflow: OverflowTable | None
     prefill: tuple[PrefillOverflow, ...]
     ledger: Ledger | None
@@ -166,6 +170,7 @@ def study(traces: Sequence[Trace], options: Options) -> Study:
     curves = union_curves(streams, sizes) if UNION in parts else ()
     replayed = min(groups, cache_io.DEFAULT_GROUPS)
     cached = cache_table(streams, sizes, capacities, replayed, seed) if CACHE in parts else None
+    own = tuple(compare(t, options.keep_loops) for t in traces if MEASURED in parts and has_io(t))
     over = None
     prefill: tuple[PrefillOverflow, ...] = ()
     if OVERFLOW in parts:
@@ -192,6 +197,7 @@ def study(traces: Sequence[Trace], options: Options) -> Study:
         unions=unions,
         curves=curves,
         cache=cached,
+        measured=own,
         overflow=over,
         prefill=prefill,
         ledger=lines,

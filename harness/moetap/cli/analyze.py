@@ -17,7 +17,7 @@ from moetap.errors import UsageError
 if TYPE_CHECKING:
     from moetap.analysis.study import Options, Study
 
-PARTS = ("union", "cache", "overflow", "ledger", "time", "locality", "verdict")
+PARTS = ("union", "cache", "measured", "overflow", "ledger", "time", "locality", "verdict")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:

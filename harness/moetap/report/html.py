@@ -71,7 +71,7 @@ def _study(study: Study, prefix: str, by_layer: bool) -> dict[str, Any]:
     return {
         "id": prefix,
         "model": study.model.id,
-        "warning": words.incomplete(study.pool),
+        "warnings": [x for x in (words.incomplete(study.pool), *words.warnings(study.pool)) if x],
         "facts": _facts(study),
         "decisions": [
             {
@@ -106,6 +106,7 @@ def _facts(study: Study) -> list[tuple[str, str]]:
         mix = f"{c.mix_name} {c.mix_version}".strip() or "not recorded"
         state = "complete" if trace.complete else "INCOMPLETE"
         sampler = "greedy" if c.temp == 0 else f"temperature {c.temp:g}, seed {c.seed}"
+        sampler = words.NOT_RECORDED if c.imported and c.temp == 0 else sampler
         facts.append(
             (
                 f"trace {Path(trace.source).name}",
@@ -114,7 +115,7 @@ def _facts(study: Study) -> list[tuple[str, str]]:
                 f"{', ' + c.os if c.os else ''}; prompts: {mix}"
                 f"{', sha256 ' + c.mix_sha256[:16] if c.mix_sha256 else ''}; sampler: {sampler}; "
                 f"mlx {c.mlx_version or '?'}, mlx-lm {c.mlx_lm_version or '?'}, moetap "
-                f"{c.moetap_version or '?'}; mode: {c.mode}",
+                f"{c.moetap_version or '?'}; mode: {c.mode or words.NOT_RECORDED}",
             )
         )
     loops = words.left_out(study.pool)
@@ -134,7 +135,8 @@ def _section(section: Section, prefix: str) -> dict[str, Any]:
             caption = flagged(part, section)
         elif isinstance(part, Note):
             text = part.text.plain if isinstance(part.text, Text) else part.text
-            parts.append({"kind": "note", "text": text, "main": part.main})
+            style = "warning" if part.warning else "" if part.main else "note"
+            parts.append({"kind": "note", "text": text, "style": style})
         else:
             parts.append(_table(part, caption or flagged(Heading(section.title), section)))
             caption = ""

@@ -15,8 +15,11 @@ import numpy as np
 from rich.table import Table
 
 from moetap.analysis.lanes import COLD_STEPS
-from moetap.analysis.measured import Phase, agreement, measured
+from moetap.analysis.measured import Phase, compare, has_io, measured
+from moetap.report import words
 from moetap.report.console import make_console
+from moetap.report.measured_table import agreement_words
+from moetap.report.words import NOT_RECORDED
 from moetap.trace import NOT_EXECUTED, Trace
 
 
@@ -46,10 +49,12 @@ def print_info(trace: Trace, path: Path) -> None:
 def _file_rows(trace: Trace, path: Path) -> list[tuple[str, str]]:
     n, planned = len(trace.streams), trace.capture.n_prompts
     if trace.complete:
-        state = f"complete, {n} streams"
+        state = f"complete, {words.count(n, 'stream')}"
     else:
         state = f"INCOMPLETE, {n} of {planned} streams; continue it with moetap capture --resume"
-    rows = [("state", state), ("created", trace.created), ("run", trace.run_id)]
+    # Of an imported trace nobody knows when the capture began.
+    when = ("imported" if trace.capture.imported else "created", trace.created)
+    rows = [("state", state), when, ("run", trace.run_id)]
     n_rows = sum(s.n_rows for s in trace.streams)
     if path.is_file():
         size = path.stat().st_size
@@ -60,15 +65,16 @@ def _file_rows(trace: Trace, path: Path) -> list[tuple[str, str]]:
 
 def _model_rows(trace: Trace) -> list[tuple[str, str]]:
     m = trace.model
+    sized = bool((m.expert_bytes > 0).all())
     return [
-        ("id", m.id + (f" at {m.revision}" if m.revision else "")),
-        ("type", m.model_type),
-        ("quantisation", _quantization(m.quantization)),
+        ("id", (m.id or NOT_RECORDED) + (f" at {m.revision}" if m.revision else "")),
+        ("type", m.model_type or NOT_RECORDED),
+        ("quantisation", _quantization(m.quantization) if m.config_json else NOT_RECORDED),
         ("MoE layers", f"{m.n_layers} ({_ranges(m.layer_index)})"),
         ("experts per layer", _span(m.n_experts)),
         ("top-k", _span(m.top_k)),
-        ("one expert", f"{_span(m.expert_bytes)} bytes"),
-        ("all routed experts", _gb(int((m.n_experts * m.expert_bytes).sum()))),
+        ("one expert", f"{_span(m.expert_bytes)} bytes" if sized else "not known"),
+        ("all routed experts", _gb(int((m.n_experts * m.expert_bytes).sum()) if sized else None)),
         ("everything else", _gb(m.resident_bytes)),
         ("KV per token", _bytes(m.kv_bytes_per_token)),
         ("state per stream", _bytes(m.state_bytes_per_stream)),
@@ -77,36 +83,61 @@ def _model_rows(trace: Trace) -> list[tuple[str, str]]:
 
 def _capture_rows(trace: Trace) -> list[tuple[str, str]]:
     c = trace.capture
-    sampler = (
-        "greedy" if c.temp == 0 else f"temperature {c.temp:g}, top-p {c.top_p:g}, seed {c.seed}"
+    # What no recorder wrote is not known; a default in its place would pose as a setting.
+    unknown = NOT_RECORDED if c.imported else ""
+    ram = "" if c.ram_bytes is None else f"{c.ram_bytes / 2**30:.0f} GiB RAM"
+    versions = (
+        ("moetap", c.moetap_version),
+        ("mlx", c.mlx_version + (f" ({c.backend})" if c.backend else "")),
+        ("mlx-lm", c.mlx_lm_version),
     )
-    thinking = {True: "on", False: "off", None: "no such switch in the chat template"}[c.thinking]
-    ram = "" if c.ram_bytes is None else f", {c.ram_bytes / 2**30:.0f} GiB RAM"
-    mode = c.mode + ("" if c.slots is None else f", {c.slots} slots a layer, {c.policy or '?'}")
-    kernel = {"row": "one product a row"}.get(c.expert_kernel or "", "as mlx-lm chooses")
+    sha256 = f"sha256 {c.mix_sha256[:12]}" if c.mix_sha256 else ""
+    sampler = (
+        unknown or "greedy"
+        if c.temp == 0
+        else f"temperature {c.temp:g}, top-p {c.top_p:g}, seed {c.seed}"
+    )
+    thinking = {
+        True: "on",
+        False: "off",
+        None: unknown or "no such switch in the chat template",
+    }[c.thinking]
+    prefill = f"chunks of {c.prefill_step}" if c.prefill_step else NOT_RECORDED
+    names = {
+        "row": "one product a row",
+        "row, grouped": "one product a row, its bits depend on the rows beside it",
+    }
+    kernel = names.get(c.expert_kernel or "", unknown or "as mlx-lm chooses")
+    mode = (c.mode or NOT_RECORDED) + (
+        "" if c.slots is None else f", {c.slots} slots a layer, {c.policy or '?'}"
+    )
     untraced = c.untraced_tokens_per_s
-    rate = "not measured" if untraced is None else f"{untraced:.1f} tokens/s"
+    rate = unknown or "not measured" if untraced is None else f"{untraced:.1f} tokens/s"
     return [
-        ("machine", f"{c.chip}{ram}, {c.os}"),
-        (
-            "software",
-            f"moetap {c.moetap_version}, mlx {c.mlx_version} ({c.backend}), "
-            f"mlx-lm {c.mlx_lm_version}",
-        ),
-        ("prompts", f"{c.mix_name} {c.mix_version}".rstrip() + f", sha256 {c.mix_sha256[:12]}"),
-        ("left out", c.left_out.replace(",", ", ") or "none"),
+        ("machine", _listed(c.chip, ram, c.os)),
+        ("software", _listed(*(f"{name} {value}" for name, value in versions if value))),
+        ("prompts", _listed(f"{c.mix_name} {c.mix_version}".strip(), sha256)),
+        ("left out", c.left_out.replace(",", ", ") or unknown or "none"),
         ("sampler", sampler),
         ("thinking", thinking),
-        ("max tokens", str(c.max_tokens)),
-        (
-            "prefill",
-            f"chunks of {c.prefill_step}" + (", every layer computed" if c.full_prefill else ""),
-        ),
+        ("max tokens", str(c.max_tokens) if c.max_tokens else NOT_RECORDED),
+        ("prefill", prefill + (", every layer computed" if c.full_prefill else "")),
         ("expert kernel", kernel),
         ("mode", mode),
         ("decode rate, untraced", rate),
+        ("swap growth", _swap(c.swap_growth_bytes)),
         ("scores", c.scores_kind or "not kept"),
     ]
+
+
+def _listed(*texts: str) -> str:
+    return ", ".join(text for text in texts if text) or NOT_RECORDED
+
+
+def _swap(n_bytes: int | None) -> str:
+    if n_bytes is None:
+        return NOT_RECORDED
+    return words.swap_growth(n_bytes) or ("none" if n_bytes == 0 else f"{n_bytes / 1e6:.1f} MB")
 
 
 def _stream_rows(trace: Trace) -> list[tuple[str, str]]:
@@ -119,13 +150,15 @@ def _stream_rows(trace: Trace) -> list[tuple[str, str]]:
     prefill = sum(s.decode_start for s in streams)
     looped = [s for s in streams if s.looped_from >= 0]
     lost = sum(s.n_generated - s.looped_from for s in looped)
+    loops = f"{len(looped)} streams, {lost} decode steps"
+    none = NOT_RECORDED if trace.capture.imported else "none"
     rows = [
-        ("classes", ", ".join(f"{n} {name}" for name, n in sorted(classes.items()))),
-        ("ended by", ", ".join(f"{n} {name}" for name, n in sorted(ends.items()))),
+        ("classes", _counted(classes)),
+        ("ended by", _counted(ends)),
         ("prompt tokens", _spread([s.n_prompt for s in streams])),
         ("generated tokens", _spread([s.n_generated for s in streams])),
         ("rows", f"{prefill + decode}: {prefill} prefill, {decode} decode"),
-        ("looping tails", f"{len(looped)} streams, {lost} decode steps" if looped else "none"),
+        ("looping tails", loops if looped else none),
     ]
     missing = np.zeros(trace.model.n_layers, np.int64)
     missing_decode = 0
@@ -146,32 +179,33 @@ def _stream_rows(trace: Trace) -> list[tuple[str, str]]:
     return rows
 
 
+def _counted(names: Counter[str]) -> str:
+    return ", ".join(f"{n} {name or NOT_RECORDED}" for name, n in sorted(names.items()))
+
+
 def _io_rows(trace: Trace) -> list[tuple[str, str]]:
-    """What a streaming capture measured; nothing for other traces."""
-    if not any(s.io is not None for s in trace.streams):
+    """What a streaming capture measured; nothing for other traces. Hit rates are those of `moetap
+    analyze`, without looped tails; the reads and the time are all that there were.
+    """
+    if not has_io(trace):
         return []
-    everything = measured(trace)
-    cold, steady = measured(trace, "cold"), measured(trace, "steady")
+    everything = measured(trace, keep_loops=True)
+    compared = compare(trace)
+    phases = {line.phase: line.measured for line in compared.lines}
     where = "past the page cache" if trace.capture.cold_reads else "through the page cache"
-    same = agreement(trace)
-    if same.different:
-        replay = (
-            f"DIFFERENT in {same.different:,} of {same.cells:,} (step, layer) cells, "
-            f"{same.measured:,} measured, {same.replayed:,} replayed: please report"
-        )
-    else:
-        replay = f"equal in all {same.cells:,} (step, layer) cells"
     bandwidth = everything.bandwidth_bps
+    looped = everything.steps - phases["all"].steps
     return [
-        (f"first {COLD_STEPS} steps", _phase(cold)),
-        ("later steps", _phase(steady)),
+        (f"first {COLD_STEPS} steps", _phase(phases["cold"])),
+        ("later steps", _phase(phases["steady"])),
+        *([("looping tails", f"{looped} steps, not counted above")] if looped else []),
         (
             "reads",
             f"{everything.read_bytes / 1e9:.3f} GB {where}"
             + ("" if bandwidth is None else f" at {bandwidth / 1e9:.2f} GB/s"),
         ),
         ("time of a step", _time(everything)),
-        ("replayed misses", replay),
+        ("replayed misses", agreement_words(compared)),
     ]
 
 

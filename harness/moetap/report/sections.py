@@ -28,10 +28,12 @@ class Heading:
 
 @dataclass(frozen=True)
 class Note:
-    """Words under a table. `main` ones are not set back: they say a result, not how it was made."""
+    """Words under a table. `main` ones are not set back: they say a result, not how it was made.
+    warning: something is wrong, and must not be overlooked."""
 
     text: Text | str
     main: bool = False
+    warning: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,22 @@ def print_section(console: Console, section: Section) -> None:
         elif isinstance(part, Note):
             text = part.text if isinstance(part.text, Text) else Text(part.text)
             text = _visible(text)
-            if not part.main:
+            if part.warning:
+                text.stylize("bold red")
+            elif not part.main:
                 text.stylize("dim")
             console.print(Padding(text, (0, 1)))
         else:
             _print_table(console, part)
     console.print()
+
+
+def print_warnings(console: Console, lines: Sequence[str]) -> None:
+    """Print what must be said of all sections that follow."""
+    for line in lines:
+        console.print(Text(visible(line), style="bold red"))
+    if lines:
+        console.print()
 
 
 def _visible(text: Text) -> Text:

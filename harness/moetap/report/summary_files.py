@@ -12,6 +12,8 @@ JSON, one object:
         model         {id, revision, model_type, config_sha256, weights_sha256, quantization,
                       n_layers}
         complete      false: of a part of a capture
+        warnings      sentences that a reader must not miss: traces that were not computed alike,
+                      captures during which the machine swapped
         captures      per trace {source, run_id, created, complete, n_streams, and how it was
                       captured: versions, chip, ram_bytes, os, sampler, mix, mode}
         n_streams     streams with decode rows
@@ -22,6 +24,14 @@ JSON, one object:
                       phase, missing, n_groups, exhaustive, loads, loads_alone, relative, saved,
                       uncached, uncached_alone, bytes_per_token, bytes_alone, hit_rate,
                       hit_rate_alone, extra_passes, misses, misses_alone, tokens}]}
+        measured      per trace that measured its reads {source, run_id, policy, slots, cold_reads,
+                      swap_growth_bytes, keep_loops, missing (why it was not replayed), cells and
+                      different_cells ((step, layer) cells compared with the replay, and those whose
+                      misses differ, which is a bug; null if not replayed), lines: [{phase, steps,
+                      requests, misses, replayed, misses_per_token, replayed_per_token, hit_rate,
+                      read_bytes, miss_bytes (misses x bytes of an expert), bytes_per_token,
+                      miss_bytes_per_token, bandwidth_bps, read_s, wait_s, wait_s_per_token, eval_s,
+                      step_s}]}
         overflow      {groups_asked, seed, windows, verify, footprints: [{stratum, b, window,
                       missing, mean, uniform, n_short, left_out, q50, q95, max, histogram}],
                       lines: [{stratum, b, window, capacity, state, missing, fraction, passes,
@@ -59,10 +69,13 @@ import numpy as np
 from moetap._version import __version__
 from moetap.analysis.cache_io import CacheTable
 from moetap.analysis.jackknife import Estimate
+from moetap.analysis.measured import Comparison
+from moetap.analysis.measured import Line as MeasuredLine
 from moetap.analysis.overflow import Footprint, OverflowTable, PrefillOverflow
 from moetap.analysis.study import Study, TimeTable
 from moetap.analysis.timing import TimeBound
 from moetap.analysis.verdict import Judgement, MacVerdict, Verdict
+from moetap.report import words
 from moetap.report.comparison import comparison_lines
 from moetap.report.ledger_table import ledger_dict
 from moetap.report.locality_files import locality_csvs, locality_dict
@@ -97,6 +110,7 @@ def study_dict(study: Study) -> Line:
             "n_layers": model.n_layers,
         },
         "complete": study.pool.complete,
+        "warnings": words.warnings(study.pool),
         "captures": [
             {
                 "source": trace.source,
@@ -124,6 +138,7 @@ def study_dict(study: Study) -> Line:
             for curve in study.curves
         ],
         "cache": _cache(study.cache) if study.cache else None,
+        "measured": [_measured(found) for found in study.measured],
         "overflow": _overflow(study.overflow) if study.overflow else None,
         "prefill": [_prefill(study, line) for line in study.prefill],
         "ledger": ledger_dict(study.ledger) if study.ledger else None,
@@ -146,6 +161,9 @@ def study_csvs(study: Study, by_layer: bool = False) -> dict[str, str]:
         ]
     if study.cache:
         tables["cache"] = _cache(study.cache)["figures"]
+    tables["measured"] = [
+        {**found, **line} for found in map(_measured, study.measured) for line in found["lines"]
+    ]
     if study.overflow:
         overflow = _overflow(study.overflow)
         tables["footprints"], tables["overflow"] = overflow["footprints"], overflow["lines"]
@@ -246,6 +264,47 @@ def _cache(table: CacheTable) -> Line:
         "seed": table.seed,
         "left_out": table.left_out.tolist(),
         "figures": figures,
+    }
+
+
+def _measured(found: Comparison) -> Line:
+    same = found.agreement
+    return {
+        "source": found.source,
+        "run_id": found.run_id,
+        "policy": found.policy,
+        "slots": found.slots,
+        "cold_reads": found.cold_reads,
+        "swap_growth_bytes": found.swap_growth_bytes,
+        "keep_loops": found.keep_loops,
+        "missing": found.missing,
+        "cells": same.cells if same else None,
+        "different_cells": same.different if same else None,
+        "lines": [_measured_line(line) for line in found.lines],
+    }
+
+
+def _measured_line(line: MeasuredLine) -> Line:
+    phase = line.measured
+    return {
+        "phase": line.phase,
+        "steps": phase.steps,
+        "requests": phase.requests,
+        "misses": phase.misses,
+        "replayed": line.replayed,
+        "misses_per_token": phase.per_token(phase.misses),
+        "replayed_per_token": None if line.replayed is None else phase.per_token(line.replayed),
+        "hit_rate": phase.hit_rate,
+        "read_bytes": phase.read_bytes,
+        "miss_bytes": phase.miss_bytes,
+        "bytes_per_token": phase.per_token(phase.read_bytes),
+        "miss_bytes_per_token": phase.per_token(phase.miss_bytes),
+        "bandwidth_bps": phase.bandwidth_bps,
+        "read_s": phase.read_s,
+        "wait_s": phase.wait_s,
+        "wait_s_per_token": phase.per_token(phase.wait_s),
+        "eval_s": phase.eval_s,
+        "step_s": phase.step_s,
     }
 
 

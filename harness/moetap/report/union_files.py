@@ -8,7 +8,7 @@ JSON, one object:
     metric                "unions"
     model                 {id, revision, config_sha256, weights_sha256}
     complete              false: the table is of a part of a capture
-    traces                [{source, run_id, complete, n_streams, n_planned, temp, top_p, seed}]
+    traces                per trace, as `pool.Origin`
     n_streams             streams with decode rows, pooled over the traces
     keep_loops, n_looped_streams, n_looped_rows
                           looped tails, and whether they were counted

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moetap.analysis.pool import Origin, Pool
+from moetap.analysis.measured import SWAP_LIMIT_BYTES
+from moetap.analysis.pool import Difference, Origin, Pool
+
+NOT_RECORDED = "not recorded"
 
 
 def count(n: int, noun: str) -> str:
@@ -34,11 +37,45 @@ def _how_many(origin: Origin) -> str:
     return count(origin.n_streams, "stream")
 
 
+def warnings(pool: Pool) -> list[str]:
+    """What must be said of a whole report besides what is incomplete, a line each."""
+    said = [_not_alike(difference) for difference in pool.differences]
+    for origin in pool.origins:
+        swapped = swap_growth(origin.swap_growth_bytes)
+        if swapped:
+            said.append(f"{_name(origin)}: {swapped}")
+    return said
+
+
+def swap_growth(n_bytes: int | None) -> str:
+    """What swap growth during a capture means for its times; "" if it means nothing."""
+    if n_bytes is None or n_bytes <= SWAP_LIMIT_BYTES:
+        return ""
+    return (
+        f"memory ran short, swap grew by {n_bytes / 1e9:.2f} GB during the capture: the routing is "
+        "right, the times are not those of a machine at ease"
+    )
+
+
+def _not_alike(difference: Difference) -> str:
+    values = ", ".join(f"{what} {a} against {b}" for what, a, b in difference.values)
+    return (
+        f"{_name(difference.first)} and {_name(difference.second)} were not computed alike "
+        f"({values}): pooled all the same, but near ties may be routed differently"
+    )
+
+
+def _name(origin: Origin) -> str:
+    return origin.source or f"run {origin.run_id}"
+
+
 def sampler(pool: Pool) -> str:
     """How the traced tokens were chosen."""
     found = []
     for origin in pool.origins:
         words = "greedy (temperature 0)" if origin.temp == 0 else f"temperature {origin.temp:g}"
+        if origin.imported and origin.temp == 0:
+            words = NOT_RECORDED
         if origin.top_p:
             words += f", top-p {origin.top_p:g}"
         found.append(words)

@@ -7,8 +7,9 @@ checked: damage is a MoetapError of one line that starts with the path, never a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,10 @@ def read(path: str | Path) -> Trace:
     with _refusing(path):
         return Trace(
             model=first.model,
-            capture=first.capture,
+            capture=replace(
+                first.capture,
+                swap_growth_bytes=most_swap(p.capture.swap_growth_bytes for p in pieces),
+            ),
             streams=tuple(streams.values()),
             run_id=first.run_id,
             created=first.created,
@@ -73,6 +77,13 @@ def check_same_run(source: str, run_id: str, first_source: str, first_run_id: st
             f"{source}: belongs to run {run_id}, {first_source} to run {first_run_id}; "
             "move one of them away"
         )
+
+
+def most_swap(growths: Iterable[int | None]) -> int | None:
+    """The largest known growth, None if none is known. The only setting in which the parts of a
+    capture differ.
+    """
+    return max((growth for growth in growths if growth is not None), default=None)
 
 
 class TraceFile:

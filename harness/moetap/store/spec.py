@@ -101,6 +101,7 @@ ATTRIBUTES: dict[str, tuple[Attribute, ...]] = {
         Attribute("chat_template_sha256", TEXT),
         Attribute("thinking", "uint8", optional=True),
         Attribute("untraced_tokens_per_s", "float64", optional=True),
+        Attribute("swap_growth_bytes", "int64", optional=True),
         Attribute("scores_kind", TEXT),
     ),
     "/scores": (Attribute("kind", TEXT),),
@@ -149,9 +150,6 @@ DATASETS: dict[str, tuple[Dataset, ...]] = {
     "/streams": STREAM_DATASETS,
     "/io": IO_DATASETS,
 }
-
-STREAMING = "streaming"
-"""The capture mode in which the writer wants, and stores, each stream's `io`."""
 
 STREAM_FIELD = {"class": "cls"}
 """Column of /streams -> field of `trace.Stream`, where the two differ."""

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -29,10 +30,11 @@ import numpy as np
 from moetap._hdf5 import is_hdf5
 from moetap.errors import MoetapError, UsageError
 from moetap.store import disk, parts, spec
-from moetap.store.reader import TraceFile, check_same_run
+from moetap.store.reader import TraceFile, check_same_run, most_swap
 from moetap.store.spec import Attribute, Dataset, Header, Record, Rows
 from moetap.trace import (
     NOT_EXECUTED,
+    STREAMING,
     CaptureInfo,
     ModelInfo,
     Stream,
@@ -200,15 +202,32 @@ class TraceWriter:
                 if number == 0:
                     self._header = file.header
                     _check_settings(self.path, file.header, model, capture)
-                if file.has_io != (capture.mode == spec.STREAMING):
+                if file.has_io != (capture.mode == STREAMING):
                     raise MoetapError(f"{self.path}: cannot resume, its I/O was not measured")
                 check_same_run(str(source), file.header.run_id, str(found[0]), self._header.run_id)
                 self._finished.update((r.prompt_id, None) for r in file.records)
+                self.note_swap(file.header.capture.swap_growth_bytes)
 
     @property
     def finished(self) -> frozenset[str]:
         """Prompt ids of the streams that are stored."""
         return frozenset(self._finished)
+
+    def note_swap(self, growth_bytes: int | None) -> None:
+        """Record by how much swap has grown since this session began; None if that is not known.
+
+        The trace keeps the largest figure of all sessions: growth is judged against what a machine
+        at ease shows, and the sum of many small ones would pose as pressure that there never was.
+        Stored with every stream appended from now on, and when the trace is closed, however that
+        comes about.
+        """
+        known = self._header.capture.swap_growth_bytes
+        if growth_bytes is not None:
+            growth_bytes = max(growth_bytes, 0)
+        most = most_swap((known, growth_bytes))
+        if most != known:
+            capture = replace(self._header.capture, swap_growth_bytes=most)
+            self._header = replace(self._header, capture=capture)
 
     def append(self, stream: Stream) -> None:
         """Store a finished stream; durable, against power cuts too, when it returns.
@@ -292,7 +311,7 @@ class TraceWriter:
             raise MoetapError(
                 f"{who}: has {'no ' if kind else ''}scores, but scores_kind is {kind!r}"
             )
-        if (stream.io is not None) != (self._header.capture.mode == spec.STREAMING):
+        if (stream.io is not None) != (self._header.capture.mode == STREAMING):
             raise MoetapError(
                 f"{who}: has {'no ' if stream.io is None else ''}measured I/O, but the capture's "
                 f"mode is {self._header.capture.mode!r}"
@@ -469,7 +488,7 @@ def _write(
             for name, dataset in rows.items():
                 dataset[row:stop] = getattr(block, name)
             row = stop
-        if capture.mode == spec.STREAMING:
+        if capture.mode == STREAMING:
             _put_io(file.create_group("io"), records, cell[1], io_blocks)
 
 
