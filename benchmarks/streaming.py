@@ -3,9 +3,9 @@
     python benchmarks/streaming.py                     8 layers, 4.2 GB, C = 16, 64 and 128
     python benchmarks/streaming.py --layers 40 --slots 64 --no-resident      20 GB on disk
 
-Makes a checkpoint of random weights in a temporary folder (deleted afterwards): hidden 2048, 256
-experts, top-8, 4 bits in groups of 64, gated delta nets and full attention in turn. Each figure
-comes from a process of its own. It prints
+Makes a checkpoint of random weights (kept with --checkpoint DIR, else deleted afterwards): hidden
+2048, 256 experts, top-8, 4 bits in groups of 64, gated delta nets and full attention in turn. Each
+figure comes from a process of its own. It prints
 
     RSS           peak of the run against the ledger's weights and slots, with two measurements in
                   place of its assumed allowances: what the process has before it reads a weight,
@@ -22,6 +22,7 @@ an expert 1,966,080 bytes instead of 1,769,472.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import subprocess
@@ -245,7 +246,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64, help="prompt tokens")
     parser.add_argument("--tokens", type=int, default=60, help="generated tokens")
     parser.add_argument("--no-resident", action="store_true", help="for models larger than memory")
-    parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="keep the checkpoint in this folder, or use the one there"
+    )
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--cold", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -254,12 +257,14 @@ def main() -> None:
         return
     from moetap.capture.probe import probe
 
-    with tempfile.TemporaryDirectory(prefix="moetap-streaming-", dir=args.folder) as name:
-        folder = Path(name)
-        subprocess.run(
-            [sys.executable, "-c", _MAKE, str(Path(__file__).parent), name, str(args.layers)],
-            check=True,
-        )
+    with contextlib.ExitStack() as stack:
+        folder = args.checkpoint
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moetap-")))
+        folder.mkdir(exist_ok=True)
+        if not (folder / "config.json").exists():
+            where = [str(Path(__file__).parent), str(folder), str(args.layers)]
+            subprocess.run([sys.executable, "-c", _MAKE, *where], check=True)
         size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
         print(f"{args.layers} layers, {size / 1e9:.2f} GB on disk")
         disk = probe(folder, EXPERT_BYTES, seconds=2.0)

@@ -295,8 +295,8 @@ class Layer:
             taken = rows_in[mx.array(token[rows].astype(np.uint32))]
             out = self._compute(taken, self._slots_of(flat[rows].tolist(), (len(rows), 1)))
             mx.async_eval(out)
-            if self.table.n_slots == 1:
-                mx.eval(out)  # there is no other half
+            if self.table.n_slots == 1 or not self._engine._prefill:
+                mx.eval(out)  # there is no other half, or a policy that may take this one
             if i + 1 < len(groups):
                 # Into slots that nothing reads: this group's were used last, the others' outputs
                 # are evaluated.
