@@ -119,7 +119,7 @@ def compiled_rates(lanes: Lanes, b: int) -> tuple[float, float, float, float]:
     from moetap.analysis._kernels import footprints
 
     windows = np.array(overflow.DEFAULT_WINDOWS)
-    groups = [np.arange(i, i + b) for i in range(20)]
+    groups = [np.arange(i, i + b) for i in range(min(20, len(lanes.rows) - b + 1))]
     merging, sets = timed(lambda: [lanes.merge(g) for g in groups])
     looking, _ = timed(lambda: [LRU().misses(s, np.array(SLOTS)) for s in sets])
     counting, _ = timed(
@@ -131,7 +131,7 @@ def compiled_rates(lanes: Lanes, b: int) -> tuple[float, float, float, float]:
         cells / merging,
         requests * len(SLOTS) / looking,
         cells * len(windows) / counting,
-        cells * b * lanes.ids.shape[2] / merging,
+        cells * b * lanes.rows[0].shape[2] / merging,
     )
 
 

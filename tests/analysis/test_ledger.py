@@ -141,10 +141,11 @@ def test_default_slots_by_tier():
 def test_verdicts_and_what_is_tight():
     sizes = qwen36()
     table = ledger(sizes, [make_tier(t) for t in (8, 16, 24, 32)], [1, 2, 4], 8192)
-    assert [table.verdict(t).verdict for t in table.tiers] == [
+    lines = [table.line(tier, table.default_slots(tier), 4) for tier in table.tiers]
+    assert [line.verdict for line in lines] == [
         "does not fit", "depends on the rule", "fits", "fits",
     ]  # fmt: skip
-    assert table.verdict(table.tiers[0]).tight == "physical"
+    assert lines[0].tight == "physical"
     # Tight by rule: physical memory in between the two limits.
     tier = make_tier(16, Headroom(5 * 10**9, Fraction(0)))
     line = ledger(sizes, [tier], [1], 8192, [64]).lines[0]

@@ -458,10 +458,6 @@ class Ledger:
         wanted = default_slots(tier.ram_gib) or self.sizes.n_experts
         return max(min(wanted, self.sizes.n_experts), self.sizes.top_k)
 
-    def verdict(self, tier: Tier) -> Line:
-        """The line that judges the tier: its default C with the most lanes asked for."""
-        return self.line(tier, self.default_slots(tier), max(self.lanes))
-
     def largest_slots(self, tier: Tier, lanes: int) -> dict[str, int]:
         """Rule -> the largest C that fits at `lanes`; 0 if there is none, or none of at least k.
 
