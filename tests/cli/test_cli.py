@@ -201,12 +201,16 @@ class TestModelErrors:
     def test_no_weights(self, capsys, tmp_path, broken):
         for file in broken.glob("*.safetensors"):
             file.unlink()
-        assert "No safetensors found" in self.check(capsys, tmp_path, broken)
+        assert "model.safetensors missing, 0 of 1 shards" in self.check(capsys, tmp_path, broken)
 
     def test_truncated_weights(self, capsys, tmp_path, broken):
         (shard,) = broken.glob("*.safetensors")
-        shard.write_bytes(shard.read_bytes()[:-1000])
-        assert str(broken) in self.check(capsys, tmp_path, broken)
+        content = shard.read_bytes()
+        shard.write_bytes(content[:-1000])
+        line = self.check(capsys, tmp_path, broken)
+        assert f"{shard}: truncated, expected {len(content):,} bytes, found" in line
+        shard.write_bytes(b"")
+        assert str(shard) in self.check(capsys, tmp_path, broken)
 
     def test_no_such_folder(self, capsys, tmp_path):
         assert "no such model folder" in self.check(capsys, tmp_path, tmp_path / "none")

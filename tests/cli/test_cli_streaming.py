@@ -13,6 +13,7 @@ from test_cli import assert_same_streams, fails, run_capture
 from moetap import read
 from moetap.analysis.measured import agreement
 from moetap.capture import _machine
+from moetap.capture.checkpoint import read_tensors
 from moetap.capture.streaming import reads
 from moetap.cli import main
 
@@ -291,6 +292,45 @@ def test_repack(model_dir, options, tmp_path, capsys):
     experts.write_bytes(content)
     other.write_text(other.read_text() + " ")
     assert "holds the experts of other weights" in fails(capsys, 1, *args)
+
+
+def test_an_expert_copy_of_a_fine_tune(model_dir, options, tmp_path, capsys):
+    """The same names and places, so the same hash, but other weights."""
+    folder, experts = Path(shutil.copytree(model_dir, tmp_path / "m")), tmp_path / "m.experts"
+    assert main(["repack", str(folder), "-o", str(experts)]) == 0
+    (shard,) = folder.glob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    for tensor in read_tensors(shard):
+        if "switch_mlp.up_proj.weight" in tensor.name:
+            content[tensor.begin : tensor.end] = content[tensor.begin : tensor.end][::-1]
+    shard.write_bytes(content)
+    args = ("capture", "--model", folder, "-o", tmp_path / "t.h5", *options, "--experts", experts)
+    assert "holds the experts of other weights" in fails(capsys, 1, *args)
+
+
+def test_repack_does_not_touch_the_model(model_dir, tmp_path, capsys):
+    folder = Path(shutil.copytree(model_dir, tmp_path / "m"))
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    for name in (next(n for n in before if n.endswith(".safetensors")), "new.safetensors"):
+        line = fails(capsys, 1, "repack", folder, "-o", folder / name, "--force")
+        assert "would be taken for a shard" in line
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+
+def test_weights_that_cannot_be_computed_here(tmp_path, options, capsys):
+    """MLX's CPU backend has no float16 product of plain experts: one line, resident or streamed."""
+    from modeldir import make_model_dir
+
+    folder = make_model_dir(tmp_path / "m", quantization=None)
+    import mlx.core as mx
+
+    (shard,) = folder.glob("*.safetensors")
+    half = {n: a.astype(mx.float16) for n, a in mx.load(str(shard)).items()}
+    mx.eval(half)
+    mx.save_safetensors(str(shard), half, metadata={"format": "mlx"})
+    args = ("capture", "--model", folder, "-o", tmp_path / "t.h5", *options, "--force")
+    for how in ((), ("--slots", 5)):
+        assert "only supports float32" in fails(capsys, 1, *args, *how)
 
 
 def test_one_read_an_expert(model_dir, options, tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import _download, _get_classes, load_config, load_model, load_tokenizer
 
+from moetap.capture.checkpoint import read_checkpoint
 from moetap.capture.geometry import trace_geometry
 from moetap.capture.streaming.kernel import use_row_kernel
 from moetap.capture.tap import find_switches
@@ -127,6 +128,7 @@ def open_model(name: str) -> Opened:
     try:
         model, config = load_model(path, lazy=True, get_model_classes=_keeping(stored))
     except Exception as error:
+        read_checkpoint(path)  # a better reason, if a shard is missing or truncated
         raise MoetapError(
             f"{path}: mlx-lm {MLX_LM_VERSION} cannot load this model: {first_line(error)}"
         ) from error

@@ -53,12 +53,17 @@ def repack(
 
     progress(done, total) is called with bytes, written and then verified.
 
-    Raises MoetapError: the target exists and not `force`; no room; the experts cannot be told
-    apart; what was read back is not what was written. Then there is no target.
+    Raises MoetapError: the target exists and not `force`, or would be taken for a shard; no room;
+    the experts cannot be told apart; what was read back is not what was written. Then there is no
+    target.
     """
     if target.exists() and not force:
         raise MoetapError(f"{target}: already exists; --force replaces it")
     opened = _mlx.open_model(model)
+    if target.suffix == ".safetensors" and target.parent.resolve() == opened.path.resolve():
+        raise MoetapError(
+            f"{target}: would be taken for a shard of the model; choose another name or folder"
+        )
     switches = find_switches(opened.model)
     layers = locate(switches, read_checkpoint(opened.path), opened.stored)
     total = sum(_expert_bytes(parts) * len(parts[0].places) for parts in layers)
@@ -84,11 +89,12 @@ def repack(
 
 
 def locate_repacked(
-    path: Path, switches: list[Switch], weights_sha256: str
+    path: Path, switches: list[Switch], weights_sha256: str, originals: list[tuple[Part, ...]]
 ) -> list[tuple[Part, ...]]:
-    """As `index.locate`, in an expert-major file.
+    """As `index.locate`, in an expert-major file. originals: what `index.locate` found.
 
-    Raises MoetapError if it is none, truncated, or of other weights.
+    Raises MoetapError if it is none, truncated, or of other weights: the hash, which is of names
+    and places, or one expert of each layer differs.
     """
     tensors = {t.name: t for t in read_tensors(path)}
     metadata = _metadata(path)
@@ -110,7 +116,23 @@ def locate_repacked(
             found.append(tuple(parts))
     except (KeyError, ValueError, TypeError) as error:
         raise MoetapError(f"{path}: damaged ({error}); run moetap repack again") from error
+    for layer, (copy, original) in enumerate(zip(found, originals, strict=True)):
+        # Fine-tunes have the names and places of their base. Which expert is compared doesn't
+        # matter, as training changes all; not always the first, so that damage may show too.
+        expert = 7 * layer % len(original[0].places)
+        by_name = {part.name: part for part in copy}
+        if any(_slice(p, expert) != _slice(by_name[p.name], expert) for p in original):
+            raise MoetapError(
+                f"{path}: holds the experts of other weights, or is damaged (expert {expert} of "
+                f"MoE layer {layer}); run moetap repack again"
+            )
     return found
+
+
+def _slice(part: Part, expert: int) -> bytes:
+    path, begin = part.places[expert]
+    with path.open("rb", buffering=0) as file:
+        return os.pread(file.fileno(), part.nbytes, begin)
 
 
 def _expert_bytes(parts: tuple[Part, ...]) -> int:

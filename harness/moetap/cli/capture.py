@@ -177,7 +177,7 @@ def _load(args: argparse.Namespace, opened: Opened, context: int) -> Loaded:
         opened.info,
         make_tier(round(_machine.ram_bytes() / 2**30), device=this_mac()),
         context,
-        stream=args.stream or args.cold or bool(args.experts or args.policy),
+        stream=args.stream or args.cold or (args.experts, args.policy) != (None, None),
         slots=args.slots,
         memory_bytes=None if args.memory is None else parse_memory(args.memory),
         resident=args.resident,
@@ -222,6 +222,10 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name} {value} is out of range")
     if not args.model:
         raise UsageError("--model is empty; give a folder or a Hugging Face id")
+    if args.policy is not None:
+        from moetap.policies import get
+
+        get(args.policy).online(1, 1)  # before anything is opened
     if args.prompts and args.quick:
         raise UsageError("--quick selects from the bundled mix; it does not go with --prompts")
 

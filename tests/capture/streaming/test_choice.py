@@ -65,7 +65,7 @@ def test_a_budget():
     assert choice.slots == (6 * 10**9 - total) // (40 * 1_769_472)
     assert pick(8, memory_bytes=21 * 10**9).slots is None
     assert pick(8, memory_bytes=21 * 10**9, stream=True).slots == 256
-    with pytest.raises(UsageError, match=r"--memory 2\.00 GB: qwen needs 2\.69 GB with 8 slots"):
+    with pytest.raises(UsageError, match=r"--memory 2,000\.0 MB: qwen needs 2,687\.8 MB with 8"):
         pick(64, memory_bytes=2 * 10**9)
 
 

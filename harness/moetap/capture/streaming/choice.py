@@ -45,7 +45,10 @@ def choose(
         MoetapError: the machine is too small for what is asked.
     """
     if resident and (stream or slots is not None or memory_bytes is not None):
-        raise UsageError("--resident does not go with --stream, --slots and --memory")
+        raise UsageError(
+            "--resident does not go with the options of streaming: --stream, --slots, --memory, "
+            "--cold, --policy, --experts"
+        )
     if slots is not None and memory_bytes is not None:
         raise UsageError("--slots fixes the number of slots, --memory works it out; choose one")
     sizes = trace_sizes(info)
@@ -56,7 +59,7 @@ def choose(
         fits = [c for c in range(least, most + 1) if _total(table, c) <= memory_bytes]
         if not fits:
             raise UsageError(
-                f"--memory {_gb(memory_bytes)}: {info.id} needs {_gb(_total(table, least))} with "
+                f"--memory {_mb(memory_bytes)}: {info.id} needs {_mb(_total(table, least))} with "
                 f"{least} slots a layer, the fewest that hold a token's experts"
             )
         if fits[-1] == most and not stream:
@@ -112,6 +115,10 @@ def _total(table: Ledger, slots: int) -> int:
 def _short(table: Ledger, tier: Tier, slots: int) -> int:
     """Bytes that are missing under the kindest rule."""
     return -max(net.net_bytes for net in table.line(tier, slots, 1).nets)
+
+
+def _mb(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:,.1f} MB"
 
 
 def _gb(n_bytes: int) -> str:

@@ -59,16 +59,16 @@ def stream(
     decides.online(n, slots)
     if decides.preloaded:
         raise UsageError(f"policy {policy}: it wants experts in their slots before the first step")
+    independent = rows_are_independent(opened.model)
     checkpoint = read_checkpoint(opened.path)
     switches = find_switches(opened.model)
-    if experts is None:
-        parts = locate(switches, checkpoint, opened.stored)
-    else:
-        parts = locate_repacked(experts, switches, info.weights_sha256)
+    parts = locate(switches, checkpoint, opened.stored)
+    if experts is not None:
+        parts = locate_repacked(experts, switches, info.weights_sha256, parts)
     opened.stored.clear()
     mx.set_cache_limit(BUFFER_CACHE_BYTES)
     reader = Reader(sorted({path for layer in parts for p in layer for path, _ in p.places}), cold)
-    engine = Engine(reader, slots, cold, decides, rows_are_independent(opened.model))
+    engine = Engine(reader, slots, cold, decides, independent)
     try:
         arenas = [_make_arenas(switch, slots) for switch in switches]
         loaded = opened.resident(engine)

@@ -137,12 +137,16 @@ class _File:
             now = _identity(os.stat(self.path))
         except OSError as error:
             raise MoetapError(
-                f"{self.path}: has gone while experts were read from it ({error.strerror})"
+                f"{self.path}: has gone while experts were read from it ({error.strerror}); "
+                "restore it, then --resume"
             ) from error
         if now != self._identity:
+            how = f"{self.size:,} bytes then, {now[2]:,} now"
+            if now[2] == self.size:
+                how = "replaced, or written to"
             raise MoetapError(
-                f"{self.path}: was changed while experts were read from it ({self.size:,} bytes "
-                f"then, {now[2]:,} now); restore it, then --resume"
+                f"{self.path}: was changed while experts were read from it ({how}); restore it, "
+                "then --resume"
             )
 
     def fill(self, begin: int, buffers: list[memoryview]) -> int:
