@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from moetap.cli import main
 from moetap.errors import MoetapError
 from moetap.formats.base import Counts, CountsFormat
 from moetap.store import TraceWriter, read
+from moetap.trace import NOT_EXECUTED
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
 from formatkit import a_trace  # noqa: E402
@@ -74,6 +76,39 @@ def test_there_and_back(trace_file, tmp_path, capsys):
     assert run("info", back) == 0
 
 
+def test_an_export_never_replaces_a_trace(trace_file, tmp_path, capsys):
+    content = trace_file.read_bytes()
+    link = tmp_path / "link"
+    link.symlink_to(trace_file)
+    for out in (trace_file, link):
+        assert run("export", trace_file, "--to", "eplb", "-o", out, "--force") == 2
+        assert "is an HDF5 file, maybe a trace" in capsys.readouterr().err
+    assert link.is_symlink() and trace_file.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("colibri", "gates that are no numbers, in 1 cells (written as 0.0000)"),
+        ("lattice", "gates that are no numbers, in 1 cells (the cell has no gates)"),
+        ("moe-policylang", "gates that are no numbers, in 1 cells (the cell has no scores)"),
+    ],
+)
+def test_gates_that_are_no_numbers(name, says, tmp_path, capsys):
+    trace = a_trace(2, n_streams=2, min_k=2, cells="passes", first_positions=False)
+    path = tmp_path / "t.h5"
+    scores = np.where(np.isfinite(trace.streams[0].scores), trace.streams[0].scores, 0)
+    row, layer, at = np.argwhere(trace.streams[0].experts != NOT_EXECUTED)[0]
+    for there in (False, True):
+        if there:
+            scores[row, layer, at] = np.nan
+        with TraceWriter(path, trace.model, trace.capture, force=True) as writer:
+            writer.append(replace(trace.streams[0], scores=scores))
+            writer.close(complete=False)
+        assert run("export", path, "--to", name, "-o", tmp_path / f"{name}-{there}") == 0
+        assert (f"not kept: {says}" in capsys.readouterr().out) == there
+
+
 def test_one_stream_with_options(trace_file, tmp_path, capsys):
     out, back = tmp_path / "a.json", tmp_path / "back.h5"
     one = ("--stream", "prompt 1", "--hidden-layers", 20)
@@ -106,8 +141,10 @@ def test_counts_only(tmp_path, capsys):
         (("export", "T", "--to", "sglang-stat", "-o", "O"), "can only be imported"),
         (("export", "T", "--to", "eplb", "-o", "O", "--lanes", 2), "no use for --lanes"),
         (("export", "T", "--to", "vllm", "-o", "O", "--stream", "x"), "no stream is called"),
-        (("export", "T", "--to", "vllm", "-o", "T"), "already exists"),
-        (("export", "T", "--to", "npz", "-o", "O"), "ends in .npz"),
+        (("export", "T", "--to", "vllm", "-o", "T"), "is an HDF5 file, maybe a trace"),
+        (("export", "T", "--to", "npz", "-o", "O"), "error: O: give the archive a name"),
+        (("export", "T", "--to", "per-agent", "-o", "O", "--lanes", 0), "--lanes 0: must be"),
+        (("export", "T", "--to", "vllm", "-o", "O", "--hidden-layers", 10**8), "from 1 to 10,000"),
         (("export", "T", "--to", "npz", "-o", "none/O"), "does not exist"),
         (("export", "T", "--to", "mer", "-o", "/dev/null", "--force"), "no regular file"),
         (

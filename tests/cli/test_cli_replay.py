@@ -6,14 +6,16 @@ import csv
 import json
 import sys
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from moetap import policies
 from moetap.analysis.replay_study import Options, curve, replay_study
 from moetap.cli import main
-from moetap.policies import BUILT_IN
+from moetap.policies import BUILT_IN, Policy
 from moetap.store import TraceWriter, read
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))
@@ -214,6 +216,32 @@ def test_traces_that_were_not_computed_alike(tmp_path, capsys, how):
     assert "not computed alike" not in replay(capsys, one, "-C", 4, *how)
 
 
+class Raises(Policy):
+    name = "raises"
+
+    def missed(self, look_ups, capacity):
+        raise ValueError("who knows")
+
+
+class Wrong(Policy):
+    name = "wrong"
+
+    def missed(self, look_ups, capacity):
+        return look_ups.starts > 0
+
+
+def test_a_plug_in_that_fails(trace_path, capsys, monkeypatch):
+    points = [
+        EntryPoint(k.name, f"{__name__}:{k.__name__}", policies.GROUP) for k in (Raises, Wrong)
+    ]
+    monkeypatch.setattr(policies, "entry_points", lambda group: points)
+    for name, says in (("raises", "failed: ValueError('who knows')"), ("wrong", "did not say")):
+        assert main(["replay", str(trace_path), "-C", "4", "--policy", name]) == 1
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert f"policy {name} ({__name__}:{name.title()})" in err and says in err
+
+
 def test_list(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["replay", "--list"])
@@ -230,6 +258,7 @@ def test_refusals(trace_path, tmp_path, capsys):
         (("--budget-gib", "x"), "--budget-gib x: not a list"),
         (("--budget-gib", "0"), "not a list"),
         (("--budget-gib", "nan"), "not a list"),
+        (("--budget-gib", "1e15"), "not a list"),
         (("--budget-gib", "0.00000001"), "does not hold an expert"),
         (("-B", "9"), "more than the 4 streams"),
         (("-B", "0"), "at least one stream"),

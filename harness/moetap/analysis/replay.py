@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moetap.analysis.lanes import PHASES
-from moetap.errors import UsageError
+from moetap.errors import MoetapError, UsageError
 from moetap.policies import LookUps, Policy, StepSets
 from moetap.policies.lru import LRU
 from moetap.trace import NOT_EXECUTED, ModelInfo
@@ -158,7 +158,7 @@ def missed_per_step(
 
     def count(look_ups: LookUps, policy: Policy, capacity: int) -> NDArray[np.int32]:
         asked = look_ups.sequential if rule == SEQUENTIAL else look_ups
-        return look_ups.per_batch(policy.missed(asked, capacity))
+        return look_ups.per_batch(ask(policy, asked, capacity))
 
     if cache.scope == GLOBAL:
         found = count(sets.together(cache.size), policies[0], cache.capacity)
@@ -168,6 +168,23 @@ def missed_per_step(
         for layer in range(sets.n_layers)
     ]
     return np.stack(per_layer, axis=1)
+
+
+def ask(policy: Policy, look_ups: LookUps, capacity: int) -> NDArray[np.bool_]:
+    """`Policy.missed`. MoetapError, one line, if a plug-in fails or answers nonsense."""
+    if type(policy).__module__.startswith("moetap."):
+        return policy.missed(look_ups, capacity)  # ours: the traceback is wanted
+    where = f"policy {policy.name} ({type(policy).__module__}:{type(policy).__qualname__})"
+    try:
+        found = policy.missed(look_ups, capacity)
+    except Exception as error:
+        raise MoetapError(f"{where} failed: {error!r:.200}") from error
+    if np.shape(found) != look_ups.ids.shape or np.asarray(found).dtype != np.bool_:
+        raise MoetapError(
+            f"{where} did not say of each look-up whether it missed; check it with "
+            "moetap.testing.check_policy"
+        )
+    return found
 
 
 def join(parts: Sequence[StepSets]) -> StepSets:

@@ -10,11 +10,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from moetap._hdf5 import is_hdf5
 from moetap.errors import MoetapError, UsageError
 
 if TYPE_CHECKING:
     from moetap.formats.base import Format, Options
     from moetap.trace import Trace
+
+MOST_LAYERS = 10_000
+"""More than any model has; a slip with more would ask for terabytes."""
 
 
 def add_parser(verbs: Any) -> None:
@@ -59,6 +63,10 @@ def run(args: argparse.Namespace) -> int:
     if found.direction == "import":
         raise UsageError(f"{args.to} can only be imported")
     options = Options(**given(args, found.write_options, args.to))
+    if options.hidden_layers is not None and not 0 < options.hidden_layers <= MOST_LAYERS:
+        raise UsageError(f"--hidden-layers must be from 1 to {MOST_LAYERS:,}")
+    if is_hdf5(args.output):  # also with --force: a slip must not cost the trace
+        raise UsageError(f"{args.output}: is an HDF5 file, maybe a trace; choose another output")
     trace = read(args.trace)
     check_output(args.output, args.force)
     written, lost = _write(found, trace, args.output, options, args.force)
@@ -84,7 +92,8 @@ def _write(
                 lost = found.write(trace, staged, options)
             except MoetapError as error:
                 # The user knows the place where the file should be, not this one.
-                raise type(error)(str(error).replace(f"{name}/", f"{output.parent}/")) from error
+                text = str(error).replace(str(staged), str(output))
+                raise type(error)(text.replace(f"{name}/", f"{output.parent}/")) from error
             # The output itself last: it is the sign that all is there.
             parts = sorted(Path(name).iterdir(), key=lambda part: part == staged)
             written = [output.parent / part.name for part in parts]

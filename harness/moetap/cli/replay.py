@@ -137,7 +137,7 @@ def _budgets(text: str) -> tuple[tuple[int, str], ...]:
     for part in text.split(","):
         try:
             n_bytes = Decimal(part) * 2**30
-            if not n_bytes.is_finite() or n_bytes < 1:
+            if not n_bytes.is_finite() or not 1 <= n_bytes < 2**62:
                 raise InvalidOperation
         except InvalidOperation:
             raise UsageError(f"--budget-gib {text}: not a list like 4,8") from None

@@ -557,6 +557,17 @@ def rows_left_out(trace: Trace, options: Options) -> list[str]:
     return lost
 
 
+def gates_unknown(trace: Trace, options: Options, instead: str) -> list[str]:
+    """For formats that cannot write a gate that is no number: in how many cells there is one, and
+    what stands there instead."""
+    n = sum(
+        int((~np.isfinite(s.scores) & (s.experts != NOT_EXECUTED)).any(axis=2).sum())
+        for s in chosen(trace, options)
+        if s.scores is not None
+    )
+    return [f"gates that are no numbers, in {n} cells ({instead})"] if n else []
+
+
 def check_rows_ran(stream: Stream, format_name: str) -> None:
     """For formats that have no place for a row of which no layer ran, and that show by the last
     layer of the last row that they are whole.

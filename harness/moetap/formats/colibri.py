@@ -19,6 +19,7 @@ from moetap.formats._text import Strings, chunks, gate_table, id_table, strings,
 from moetap.formats.base import (
     Base,
     Options,
+    gates_unknown,
     lost,
     make_trace,
     need_n_experts,
@@ -54,7 +55,11 @@ class Colibri(Base):
             if trace.capture.scores_kind
             else "that no gate weights were recorded (written as 0.0000)"
         )
-        return [*lost(trace, "layers", "n_prompt", "scores"), gates_lost]
+        return [
+            *lost(trace, "layers", "n_prompt", "scores"),
+            gates_lost,
+            *gates_unknown(trace, options, "written as 0.0000"),
+        ]
 
     def read(self, path: Path, options: Options) -> Trace:
         with refusing(path):

@@ -18,6 +18,7 @@ from moetap.formats.base import (
     Base,
     Options,
     check_rows_ran,
+    gates_unknown,
     lost,
     make_trace,
     need_n_experts,
@@ -41,7 +42,10 @@ class Lattice(Base):
         for stream, file in one_file_per_stream(trace, path, options, ".jsonl"):
             check_rows_ran(stream, "lattice")
             save_text(file, _lines(stream, trace.model))
-        return lost(trace, "layers", "first_position", "scores")
+        return [
+            *lost(trace, "layers", "first_position", "scores"),
+            *gates_unknown(trace, options, "the cell has no gates"),
+        ]
 
     def read(self, path: Path, options: Options) -> Trace:
         with refusing(path):

@@ -22,7 +22,7 @@ from moetap.formats._text import (
     strings,
     text,
 )
-from moetap.formats.base import Base, Options, chosen, lost, save_text
+from moetap.formats.base import Base, Options, chosen, gates_unknown, lost, save_text
 from moetap.formats.parquet import pyarrow, save_table
 from moetap.trace import NOT_EXECUTED, ModelInfo, Stream, Trace
 
@@ -47,7 +47,10 @@ class MoePolicylang(Base):
             save_table(path, _table(streams, model, header))
         else:
             save_text(path, _lines(streams, model, header))
-        return lost(trace, "model id", "layers", "ragged n_experts", "n_experts", "scores")
+        return [
+            *lost(trace, "model id", "layers", "ragged n_experts", "n_experts", "scores"),
+            *gates_unknown(trace, options, "the cell has no scores"),
+        ]
 
 
 def _lines(streams: list[Stream], model: ModelInfo, header: dict[str, Any]) -> Iterator[str]:

@@ -61,7 +61,7 @@ class Npz(Base):
     summary = "NumPy archive with a sidecar JSON, keeps nearly all"
     write_options = ("stream", "dtype", "missing")
     read_options = ("model_id", "n_experts", "layers", "n_prompt")
-    not_kept = ()
+    not_kept = ("run id and creation date (an import is a run of its own)",)
 
     def write(self, trace: Trace, path: Path, options: Options) -> list[str]:
         if path.suffix != ".npz":

@@ -25,7 +25,9 @@ class PerAgent(Base):
     write_options = ("lanes",)
 
     def write(self, trace: Trace, path: Path, options: Options) -> list[str]:
-        n = options.lanes or len(trace.streams)
+        n = len(trace.streams) if options.lanes is None else options.lanes
+        if n < 1:
+            raise UsageError(f"--lanes {n}: must be at least 1")
         if not 1 <= n <= len(trace.streams):
             raise UsageError(f"--lanes {n}: the trace has {len(trace.streams)} streams")
         lanes = [s.decode() for s in trace.streams[:n]]
