@@ -4,7 +4,7 @@ Knows files, ranges, short reads, retries and reads past the page cache. Refuses
 what is in a slot: it gets writable buffers.
 
 Workers call preadv only, which releases the interpreter's lock. One task is one expert, adjacent
-slices in one call; where there are fewer experts than threads, a part of one.
+slices in one call; where few experts are missing, a part of one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from moetap.capture.probe import PAGE, _file_system, _open_uncached, enclosing
 from moetap.errors import MoetapError
 
 N_THREADS = 8
-"""Reads in flight. SSDs of Macs need four and more to reach their bandwidth."""
+"""Most reads in flight."""
+
+ENOUGH = 4
+"""Reads in flight with which SSDs of Macs come near their bandwidth. Where fewer experts miss, each
+is read in parts; more parts would cost more Python than they save time."""
 
 
 Run: TypeAlias = tuple[Path, int, list[int]]
@@ -92,7 +96,7 @@ class Reader:
         """Start reading some experts, each given by its runs and the buffers of its slot."""
         started = perf_counter()
         experts = list(experts)
-        share = max(1, N_THREADS // max(1, len(experts)))
+        share = max(1, ENOUGH // max(1, len(experts)))
         tasks = [
             self._pool.submit(self._read, runs[i::share], buffers)
             for runs, buffers in experts
