@@ -122,7 +122,7 @@ def _make_tokenizer(folder: Path, n: int) -> None:
 # -- one measurement, in a process of its own
 
 
-def measure(folder: Path, slots: int, cold: bool, n_prompt: int, n_tokens: int, words: int) -> None:
+def measure(folder: Path, slots: int, cold: bool, n_prompt: int, n_tokens: int) -> None:
     """Print one line of JSON. slots: 0 for resident."""
     from time import perf_counter
 
@@ -153,7 +153,7 @@ def measure(folder: Path, slots: int, cold: bool, n_prompt: int, n_tokens: int, 
         loaded.tokenizer,
         mx.array(prompt),
         max_tokens=n_tokens,
-        sampler=lambda x: mx.random.categorical(x[:, :words], key=mx.random.key(len(times))),
+        sampler=lambda x: mx.random.categorical(x, key=mx.random.key(len(times))),
     ):
         times.append(perf_counter())
     weights = sizes.resident_bytes + sizes.arena_bytes(slots or sizes.n_experts)
@@ -234,7 +234,6 @@ def child(folder: Path, slots: int, cold: bool, args: argparse.Namespace) -> dic
     """Run `measure` in a new process."""
     code = [sys.executable, __file__, "--measure", str(folder), "--slots", str(slots)]
     code += ["--prompt", str(args.prompt), "--tokens", str(args.tokens), *["--cold"] * cold]
-    code += ["--words", str(args.words)]
     out = subprocess.run(code, stdout=subprocess.PIPE, text=True, check=True).stdout
     result: dict[str, float] = json.loads(out.splitlines()[-1])
     return result
@@ -246,13 +245,6 @@ def main() -> None:
     parser.add_argument("--slots", default="16,64,128")
     parser.add_argument("--prompt", type=int, default=64, help="prompt tokens")
     parser.add_argument("--tokens", type=int, default=60, help="generated tokens")
-    parser.add_argument(
-        "--words",
-        type=int,
-        default=8192,
-        help="generate these many different tokens: random weights route all of them evenly, so "
-        "that few experts hit; 12 give the hit rates of real routing",
-    )
     parser.add_argument("--no-resident", action="store_true", help="for models larger than memory")
     parser.add_argument(
         "--checkpoint", type=Path, help="keep the checkpoint in this folder, or use the one there"
@@ -261,8 +253,7 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        slots = int(args.slots)
-        measure(args.measure, slots, args.cold, args.prompt, args.tokens, args.words)
+        measure(args.measure, int(args.slots), args.cold, args.prompt, args.tokens)
         return
     from moetap.capture.probe import probe
 
