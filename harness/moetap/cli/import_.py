@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moetap.cli.export import MOST_LAYERS
 from moetap.errors import UsageError
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def _layers(text: str) -> tuple[int, ...]:
         first, _, last = part.partition("-")
         if not first.isdecimal() or (last and not last.isdecimal()):
             raise argparse.ArgumentTypeError(f"{part!r} is no layer or range of layers")
-        if int(last or first) > 10_000:
+        if int(last or first) > MOST_LAYERS:
             raise argparse.ArgumentTypeError(f"layer {last or first} is none of any model")
         out.extend(range(int(first), int(last or first) + 1))
     if not out:

@@ -93,10 +93,9 @@ class Reader:
             found.append("the file system refuses reads past the page cache; they are not cold")
         return found
 
-    def submit(self, experts: Iterable[tuple[Sequence[Run], Sequence[memoryview]]]) -> Batch:
+    def submit(self, experts: Sequence[tuple[Sequence[Run], Sequence[memoryview]]]) -> Batch:
         """Start reading some experts, each given by its runs and the buffers of its slot."""
         started = perf_counter()
-        experts = list(experts)
         share = max(1, ENOUGH // max(1, len(experts)))
         tasks = [
             self._pool.submit(self._read, runs[i::share], buffers)
