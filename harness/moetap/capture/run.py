@@ -21,7 +21,7 @@ from moetap.capture.streaming.kernel import DEPENDENT, ROW_KERNEL
 from moetap.capture.tap import Rows, tap
 from moetap.errors import MoetapError, first_line
 from moetap.prompts import Prompt, PromptMix
-from moetap.trace import NOT_EXECUTED, CaptureInfo, ModelInfo, Stream
+from moetap.trace import NOT_EXECUTED, RESIDENT, STREAMING, CaptureInfo, ModelInfo, Stream
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def describe(
         max_tokens=settings.max_tokens,
         prefill_step=settings.prefill_step,
         full_prefill=settings.full_prefill,
-        mode="streaming" if engine else "resident",
+        mode=STREAMING if engine else RESIDENT,
         slots=engine.slots if engine else None,
         policy=engine.policy.name if engine else None,
         cold_reads=engine.cold if engine else None,
