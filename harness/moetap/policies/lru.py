@@ -6,6 +6,7 @@ Knows recency and nothing else: neither how often an expert is used nor what com
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,14 +61,15 @@ class _Live(Online):
             raise ValueError(f"{len(ids)} experts in one batch, {self._capacity} slots")
         if ids and (sorted({*ids}) != [*ids] or ids[0] < 0 or ids[-1] >= self._n):
             raise ValueError(f"not distinct, rising and below {self._n}: {[*ids]}")
+        held = self._held
         for x in ids:
-            self._held.pop(x, None)
+            held.pop(x, None)
         # What is left is no member: its first ones leave.
-        too_many = max(0, len(self._held) + len(ids) - self._capacity)
-        left = [x for x, _ in zip(self._held, range(too_many), strict=False)]
+        left = list(islice(held, max(0, len(held) + len(ids) - self._capacity)))
         for x in left:
-            del self._held[x]
-        self._held.update(dict.fromkeys(ids))
+            del held[x]
+        for x in ids:
+            held[x] = None
         return left
 
     def __contains__(self, x: int) -> bool:

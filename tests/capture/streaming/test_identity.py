@@ -21,10 +21,11 @@ from modeldir import make_model_dir
 
 from moetap.capture import _mlx
 from moetap.capture.run import Settings, capture, prepare
-from moetap.capture.streaming import engine, reads
-from moetap.capture.streaming.engine import Engine
+from moetap.capture.streaming import engine, load, reads
+from moetap.capture.streaming.engine import Engine, Layer
 from moetap.capture.streaming.load import stream
 from moetap.capture.streaming.selfcheck import arbitrary_tokens, difference, run
+from moetap.errors import MoetapError
 from moetap.models import bundled_model
 from moetap.prompts import load_mix
 from moetap.trace import NOT_EXECUTED
@@ -106,6 +107,32 @@ def test_families(tmp_path, family, quantization):
     compare(make_model_dir(tmp_path / "m", family, quantization=quantization))
 
 
+@pytest.mark.parametrize("k", [1, 3])
+def test_halves_of_a_top_k_that_is_odd(tmp_path, k):
+    compare(make_model_dir(tmp_path / "m", num_experts_per_tok=k))
+
+
+def test_rows_that_depend_on_each_other_are_computed_together(tmp_path, monkeypatch):
+    """As on MLX's CUDA backend; what one row's bits are there cannot be tested here."""
+    monkeypatch.setattr(load, "rows_are_independent", lambda model: False)
+    rows = []
+    real = Layer.attach
+
+    def attach(self):
+        real(self)
+        compute = self._compute
+        self._compute = lambda x, slots: rows.append(slots.size) or compute(x, slots)
+
+    monkeypatch.setattr(Layer, "attach", attach)
+    folder = make_model_dir(tmp_path / "m")
+    k = _mlx.open_model(str(folder)).info.max_top_k
+    compare(folder, slots=(k, k + 1))
+    decode_alone = stream(_mlx.open_model(str(folder)), k)
+    rows.clear()
+    run(decode_alone, arbitrary_tokens(decode_alone, 1), 64, 4)
+    assert set(rows) == {k}
+
+
 @pytest.fixture
 def late_reads(monkeypatch):
     """Every read takes 3 ms longer than the disk does."""
@@ -149,6 +176,34 @@ def test_shared_experts_are_computed_while_experts_are_read(tmp_path, late_reads
     shared = [shapes for shapes in launched if shapes == [(1, 1, 32)]]
     # Not of the last layer, whose reads are waited for at once. mlx-lm runs one more step.
     assert len(shared) >= (io.misses[:, :-1] > 0).sum() > 0
+
+
+def test_the_first_half_is_computed_while_the_second_is_read(tmp_path, monkeypatch):
+    """Exactly where something misses and half of the experts are resident."""
+    launched = 0
+    real = mx.async_eval
+
+    def launch(*arrays):
+        nonlocal launched
+        launched += [a.shape for a in arrays] == [(1, 1, 2, 32)]
+        real(*arrays)
+
+    folder = make_model_dir(tmp_path / "m", num_experts_per_tok=5)
+    streamed = stream(_mlx.open_model(str(folder)), 7)
+    monkeypatch.setattr(engine.mx, "async_eval", launch)
+    run(streamed, arbitrary_tokens(streamed, 3), 64, 12)
+    n_steps = len(streamed.engine.meter._steps)  # one more than tokens: mlx-lm runs ahead
+    misses = streamed.engine.take(n_steps).misses
+    assert misses.shape[0] == 13
+    assert 0 < launched == ((misses > 0) & (misses <= 3)).sum() < misses.size
+
+
+def test_a_decode_step_of_several_tokens_is_refused(tmp_path):
+    streamed = stream(_mlx.open_model(str(make_model_dir(tmp_path / "m"))), 5)
+    streamed.engine.start(2, full_prefill=False)
+    streamed.model(mx.array([[1]]))
+    with pytest.raises(MoetapError, match="2 tokens in one decode step"):
+        streamed.model(mx.array([[1, 2]]))
 
 
 QUANTISATIONS = [

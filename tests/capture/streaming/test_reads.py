@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -39,7 +42,10 @@ def read(reader, path, begin, sizes):
     ends = np.cumsum([1, *sizes])
     view = memoryview(memory)
     buffers = [view[a:b] for a, b in zip(ends, ends[1:], strict=False)]
-    done = reader.submit([([(path, begin, list(range(len(buffers))))], buffers)]).wait()
+    starts = begin + np.cumsum([0, *sizes[:-1]])
+    runs = reader.runs((path, int(b), size) for b, size in zip(starts, sizes, strict=True))
+    assert [run[1:] for run in runs] == [(begin, tuple(range(len(sizes))))]
+    done = reader.submit([(runs, buffers)]).wait()
     assert (memory[0], memory[-1]) == (0, 0)
     assert done.n_bytes == sum(sizes) and min(done.wait_s, done.read_s) >= 0
     return bytes(memory[1:-1])
@@ -111,3 +117,35 @@ def test_missing_file_and_permission(tmp_path, path, monkeypatch):
     )
     with pytest.raises(MoetapError, match="shard: cannot be opened .Permission denied"):
         Reader([path])
+
+
+def test_threads_and_files_go_with_a_reader_that_nobody_closes(path):
+    reader = Reader([path])
+    threads, fd = reader._threads, reader._files[path].fd
+    assert all(thread.is_alive() for thread in threads)
+    del reader
+    gc.collect()
+    assert not any(thread.is_alive() for thread in threads)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_exit_waits_for_reads_in_flight(path):
+    """A read that ends after the interpreter has taken its memory apart would write anywhere."""
+    code = f"""
+import os, time
+from pathlib import Path
+from moetap.capture.streaming.reads import Reader
+real = os.preadv
+def slow(*args):
+    time.sleep(0.5)
+    n = real(*args)
+    print("read", n, flush=True)
+    return n
+os.preadv = slow
+path = Path({str(path)!r})
+reader = Reader([path])
+reader.submit([(reader.runs([(path, 0, 10)]), [memoryview(bytearray(10))])])
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (out.stdout, out.stderr) == ("read 10\n", "")

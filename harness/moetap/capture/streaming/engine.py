@@ -15,10 +15,11 @@ Three rules keep the results those of a resident run:
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,9 +29,10 @@ from numpy.typing import NDArray
 from moetap.capture.streaming.arena import Arena
 from moetap.capture.streaming.index import Part
 from moetap.capture.streaming.meter import Meter
-from moetap.capture.streaming.reads import Batch, Done, Reader, Run
+from moetap.capture.streaming.reads import Batch, Done, Reader
 from moetap.capture.streaming.slots import SlotTable
 from moetap.capture.tap import Switch, _hooked
+from moetap.errors import MoetapError
 from moetap.policies import Policy
 from moetap.policies.lru import LRU
 from moetap.trace import StreamIO
@@ -88,11 +90,11 @@ class Engine:
 
         Until then nothing may evaluate what that layer put out.
         """
-        if self._pending is None:
-            return
         pending, self._pending = self._pending, None
-        misses, done = pending.layer._finish(pending.reads)
-        self.meter.note(pending.layer._number, pending.eval_s, misses, done)
+        if pending is not None:
+            layer, missing, batch, eval_s = pending
+            done = layer._finish(missing, batch)
+            self.meter.note(layer._number, eval_s, len(missing), done)
 
     @property
     def warnings(self) -> list[str]:
@@ -109,7 +111,7 @@ class Engine:
     @property
     def reading(self) -> bool:
         """Reads of a decode step are under way."""
-        return self._pending is not None and self._pending.reads[1] is not None
+        return self._pending is not None and self._pending.batch is not None
 
     def close(self) -> None:
         """Close the checkpoint's files."""
@@ -126,15 +128,19 @@ class Engine:
             self._prefill = False
             for layer in self.layers:
                 layer.begin_decode()
+        if n_tokens != 1:
+            raise MoetapError(
+                f"{n_tokens} tokens in one decode step: experts are streamed for one at a time"
+            )
         self.meter.step()
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A layer's reads in a decode step, and for how long its selection was waited for."""
+class _Pending(NamedTuple):
+    """What a layer reads in a decode step, and for how long its selection was waited for."""
 
     layer: Layer
-    reads: tuple[list[int], Batch | None]
+    missing: list[int]
+    batch: Batch | None
     eval_s: float
 
 
@@ -154,7 +160,7 @@ class Layer:
     ) -> None:
         self._engine, self._number = engine, len(engine.layers)
         self._module = switch.module
-        self._arenas, self._parts, self._needed = arenas, parts, needed
+        self._arenas, self._needed = arenas, needed
         places = parts[0].places  # per expert; the switch itself has slots by now
         self._shape = len(places), min(engine.slots, len(places))
         self.table = SlotTable(self._shape[1], LRU().online(*self._shape))
@@ -162,8 +168,14 @@ class Layer:
         order = sorted(range(len(places)), key=places.__getitem__)
         self._rank = {expert: rank for rank, expert in enumerate(order)}
         self._buffers = [[a.slot(slot) for a in arenas] for slot in range(self.table.n_slots)]
-        self._runs: dict[int, list[Run]] = {}  # of experts read so far
+        sizes = [part.nbytes for part in parts]
+        self._runs = [
+            engine.reader.runs((*place, n) for place, n in zip(of_one, sizes, strict=True))
+            for of_one in zip(*(part.places for part in parts), strict=True)
+        ]
         self._last: list[mx.array] = []  # what may still read the slots
+        # Of a decode step: the slots of both halves, and where their outputs belong.
+        self._halves: tuple[_Late, _Late, _Late] | None = None
         self._compute: Callable[[mx.array, mx.array], mx.array]
 
     def attach(self) -> None:
@@ -171,16 +183,12 @@ class Layer:
         its parameters.
         """
         original: Any = type(self._module)
-        module = self._module
-
-        def compute(x: mx.array, slots: mx.array) -> Any:
-            return original.__call__(module, x, slots)
 
         def call(_self: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
             return self._run(x, indices)
 
-        self._compute = compute
-        module.__class__ = _hooked(original, call)
+        self._compute = partial(original.__call__, self._module)
+        self._module.__class__ = _hooked(original, call)
 
     def begin_prefill(self) -> None:
         """Keep what is resident. Prefill relies on LRU, whatever decides later: of a chunk's groups
@@ -215,55 +223,72 @@ class Layer:
     def _run(self, x: mx.array, indices: mx.array) -> mx.array:
         """The experts' outputs (..., k, D) for x (..., D) and indices (..., k)."""
         engine = self._engine
-        k = int(indices.shape[-1])
-        n_tokens = indices.size // k
-        engine.settle()
         if self._number == 0:
-            engine._enter(n_tokens)
-        if engine._prefill and not self._runs_in_prefill():
+            engine._enter(indices.size // int(indices.shape[-1]))
+        if not engine._prefill:
+            return self._run_token(x, indices)
+        if not self._runs_in_prefill():
             return mx.zeros((*indices.shape, x.shape[-1]), x.dtype)
+        return self._run_chunk(x, indices)
+
+    def _run_token(self, x: mx.array, indices: mx.array) -> mx.array:
+        """A decode step in two halves, resident experts first. The first half is computed at once
+        if all of its experts are resident. Missing ones are still being read when this returns;
+        whoever evaluates the output waits for them first.
+
+        The graph is built before the selection is known, and its slots are written later: Python
+        that has waited for reads or an evaluation finds the processor's caches cold, which makes it
+        ten times slower.
+        """
+        engine = self._engine
+        if self._halves is None:
+            k = int(indices.shape[-1])
+            n = k // 2 if engine.independent else 0
+            shape = indices.shape[:-1]
+            self._halves = _Late((*shape, n)), _Late((*shape, k - n)), _Late((k,))
+        first, second, back = self._halves
+        out = self._compute(x, second.array)
+        if first.size:
+            early = self._compute(x, first.array)
+            out = mx.take(mx.concatenate([early, out], axis=-2), back.array, axis=-2)
+        engine.settle()
         begin = perf_counter()
         mx.eval(indices, *self._last)
         eval_s = perf_counter() - begin
-        ids = np.asarray(indices)
-        wanted = sorted(set(ids.ravel().tolist()))
-        if len(wanted) > self.table.n_slots:
-            return self._in_groups(x, ids, wanted)
-        reads = self._submit(wanted)
-        if engine._prefill:
-            self._finish(reads)
-            out = self._compute(x, self._slots_of(ids.ravel().tolist(), ids.shape))
-            mx.eval(out)  # kept until the next chunk it would be as large as its activations
-            self._last = []
-            return out
-        out = self._while_reading(x, ids, reads)
+        experts = indices.tolist()
+        while isinstance(experts[0], list):
+            (experts,) = experts
+        missing, batch = self._submit(sorted({*experts}))
+        slot_of = self.table.slot_of
+        slots = [slot_of[e] for e in experts]
+        if first.size:
+            late = [e in missing for e in experts]
+            order = sorted(range(len(slots)), key=late.__getitem__)
+            slots = [slots[i] for i in order]
+            first.write(slots[: first.size])
+            back.write(sorted(range(len(order)), key=order.__getitem__))
+            if missing and late.count(False) >= first.size:
+                mx.async_eval(early)
+        second.write(slots[first.size :])
         self._last = [out]
-        engine._pending = _Pending(self, reads, eval_s)
+        engine._pending = _Pending(self, missing, batch, eval_s)
         if self is engine.layers[-1]:
             engine.settle()  # whoever evaluates the model's output knows nothing of reads
         return out
 
-    def _while_reading(
-        self, x: mx.array, ids: NDArray[np.uint32], reads: tuple[list[int], Batch | None]
-    ) -> mx.array:
-        """The output of a decode step, its missing experts still being read: the resident ones
-        compute now, the missing ones once somebody evaluates the result.
-        """
-        flat, missing = ids.ravel().tolist(), reads[0]
-        order = [i for i, e in enumerate(flat) if e not in missing]
-        n_ready = len(order)
-        one_token = len(flat) == ids.shape[-1]
-        if n_ready in (0, len(flat)) or not one_token or not self._engine.independent:
-            return self._compute(x, self._slots_of(flat, ids.shape))
-        order += [i for i, e in enumerate(flat) if e in missing]
-        sorted_ids = [flat[i] for i in order]
-        one = ids.shape[:-1]
-        ready = self._compute(x, self._slots_of(sorted_ids[:n_ready], (*one, n_ready)))
-        mx.async_eval(ready)
-        rest = sorted_ids[n_ready:]
-        missed = self._compute(x, self._slots_of(rest, (*one, len(rest))))
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return mx.take(mx.concatenate([ready, missed], axis=-2), mx.array(back), axis=-2)
+    def _run_chunk(self, x: mx.array, indices: mx.array) -> mx.array:
+        """A chunk of prefill."""
+        mx.eval(indices, *self._last)
+        self._last = []
+        ids = np.asarray(indices)
+        flat = ids.ravel().tolist()
+        wanted = sorted(set(flat))
+        if len(wanted) > self.table.n_slots:
+            return self._in_groups(x, ids, wanted)
+        self._finish(*self._submit(wanted))
+        out = self._compute(x, self._slots_of(flat, ids.shape))
+        mx.eval(out)  # kept until the next chunk it would be as large as its activations
+        return out
 
     def _runs_in_prefill(self) -> bool:
         # Of the last layer only the routing is ever asked for.
@@ -290,13 +315,13 @@ class Layer:
         outputs, places = [], []
         reads = self._submit(groups[0])
         for i, group in enumerate(groups):
-            self._finish(reads)
+            self._finish(*reads)
             rows = np.flatnonzero(np.isin(flat, group))
             taken = rows_in[mx.array(token[rows].astype(np.uint32))]
             out = self._compute(taken, self._slots_of(flat[rows].tolist(), (len(rows), 1)))
             mx.async_eval(out)
-            if self.table.n_slots == 1 or not self._engine._prefill:
-                mx.eval(out)  # there is no other half, or a policy that may take this one
+            if self.table.n_slots == 1:
+                mx.eval(out)  # there is no other half
             if i + 1 < len(groups):
                 # Into slots that nothing reads: this group's were used last, the others' outputs
                 # are evaluated.
@@ -307,7 +332,6 @@ class Layer:
         order = np.argsort(np.concatenate(places)).astype(np.uint32)
         result = mx.concatenate(outputs)[mx.array(order)].reshape(*ids.shape, -1)
         mx.eval(result)
-        self._last = []
         return result
 
     def _submit(self, wanted: list[int]) -> tuple[list[int], Batch | None]:
@@ -320,36 +344,36 @@ class Layer:
         if not missing:
             return missing, None
         slot_of = self.table.slot_of
-        reads = [(self._runs_of(e), self._buffers[slot_of[e]]) for e in missing]
+        reads = [(self._runs[e], self._buffers[slot_of[e]]) for e in missing]
         return missing, self._engine.reader.submit(reads)
 
-    def _finish(self, reads: tuple[list[int], Batch | None]) -> tuple[int, Done | None]:
-        """Wait for reads: (misses, what they took). If one fails, all their experts are missing."""
-        missing, batch = reads
+    def _finish(self, missing: list[int], batch: Batch | None) -> Done | None:
+        """Wait for what `_submit` began. If a read fails, all its experts are missing."""
+        if batch is None:
+            return None
         try:
-            return len(missing), batch.wait() if batch else None
+            return batch.wait()
         except BaseException:
             self.table.forget(missing)
             raise
-
-    def _runs_of(self, expert: int) -> list[Run]:
-        """Where the expert lies, slices that follow each other in a file together."""
-        known = self._runs.get(expert)
-        if known is not None:
-            return known
-        runs: list[Run] = []
-        path, end = None, -1
-        pieces = sorted((*part.places[expert], number) for number, part in enumerate(self._parts))
-        for place, begin, number in pieces:
-            if (place, begin) == (path, end):
-                runs[-1][2].append(number)
-            else:
-                runs.append((place, begin, [number]))
-            path, end = place, begin + self._parts[number].nbytes
-        self._runs[expert] = runs
-        return runs
 
     def _slots_of(self, experts: list[int], shape: tuple[int, ...]) -> mx.array:
         """The slots of experts, as an array of that shape."""
         slot_of = self.table.slot_of
         return mx.array(np.array([slot_of[e] for e in experts], np.uint32).reshape(shape))
+
+
+class _Late:
+    """Indices of a shape whose values are written after a graph was built on them, and before it
+    runs. Nothing that reads the values of before may be in flight.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.array = mx.zeros(shape, mx.uint32)
+        mx.eval(self.array)
+        self.size = int(self.array.size)
+        self._memory = np.frombuffer(self.array, np.uint32).data
+
+    def write(self, values: list[int]) -> None:
+        """All of them, in C order."""
+        self._memory[:] = array("I", values)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
+import weakref
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock, Thread, current_thread, local
 from time import perf_counter
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from moetap.capture.probe import PAGE, _file_system, _open_uncached, enclosing
 from moetap.errors import MoetapError
@@ -31,13 +31,7 @@ seen to give one reader 4 GB/s, several 12.6.) More parts would cost more Python
 """
 
 
-Run: TypeAlias = tuple[Path, int, list[int]]
-"""Bytes of a file: the file, the first byte, and the numbers of the buffers that they go to, one
-after the other."""
-
-
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """What a batch of reads took. read_s: from its start to the end of its last read. wait_s: how
     long the caller waited for it, its own waking up included.
     """
@@ -50,18 +44,32 @@ class Done:
 class Batch:
     """Reads in flight; `wait` before anything uses the buffers."""
 
-    def __init__(self, started: float, tasks: list[Future[tuple[int, float]]]) -> None:
-        self._started, self._tasks = started, tasks
+    def __init__(self, n_tasks: int) -> None:
+        self._started = self._ended = perf_counter()
+        self._left, self._n_bytes = n_tasks, 0
+        self._error: BaseException | None = None
+        self._counting = Lock()
+        self._over = Lock()  # held until the last task has ended
+        self._over.acquire()
+
+    def ended(self, n_bytes: int, error: BaseException | None = None) -> None:
+        """A task has ended; called by its worker."""
+        with self._counting:
+            self._ended = perf_counter()
+            self._n_bytes += n_bytes
+            self._error = self._error or error
+            self._left -= 1
+            if not self._left:
+                self._over.release()
 
     def wait(self) -> Done:
         """Wait for all of them, also if one fails. MoetapError if one does."""
         begin = perf_counter()
-        for task in self._tasks:
-            task.exception()  # waits
-        waited = perf_counter() - begin
-        results = [task.result() for task in self._tasks]
-        end = max((r[1] for r in results), default=self._started)
-        return Done(sum(r[0] for r in results), end - self._started, waited)
+        with self._over:
+            wait_s = perf_counter() - begin
+        if self._error:
+            raise self._error
+        return Done(self._n_bytes, self._ended - self._started, wait_s)
 
 
 class Reader:
@@ -72,13 +80,22 @@ class Reader:
 
     def __init__(self, paths: Iterable[Path], cold: bool = False) -> None:
         self._files: dict[Path, _File] = {}
+        # Not a ThreadPoolExecutor, whose futures cost the caller four times as much.
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._threads = [
+            Thread(target=_work, args=(self._tasks,), name="moetap-read", daemon=True)
+            for _ in range(N_THREADS)
+        ]
+        # Also at exit, or a read in flight would write into memory that is gone.
+        self._end = weakref.finalize(self, _end, self._tasks, self._threads, self._files)
+        for thread in self._threads:
+            thread.start()
         try:
             for path in paths:
                 self._files[path] = _File(path, cold)
         except OSError as error:
             self.close()
             raise MoetapError(f"{path}: cannot be opened ({error.strerror})") from error
-        self._pool = ThreadPoolExecutor(N_THREADS, thread_name_prefix="moetap-read")
 
     @property
     def warnings(self) -> list[str]:
@@ -93,23 +110,36 @@ class Reader:
             found.append("the file system refuses reads past the page cache; they are not cold")
         return found
 
+    def runs(self, pieces: Iterable[tuple[Path, int, int]]) -> tuple[Run, ...]:
+        """The pieces of an expert, each (file, first byte, bytes) of the buffer of its number;
+        those that follow each other in a file together.
+        """
+        runs: list[Run] = []
+        last, end = None, -1
+        numbered = sorted((path, begin, i, size) for i, (path, begin, size) in enumerate(pieces))
+        for path, begin, number, size in numbered:
+            if (path, begin) == (last, end):
+                file, first, numbers = runs[-1]
+                runs[-1] = file, first, (*numbers, number)
+            else:
+                runs.append((self._files[path], begin, (number,)))
+            last, end = path, begin + size
+        return tuple(runs)
+
     def submit(self, experts: Sequence[tuple[Sequence[Run], Sequence[memoryview]]]) -> Batch:
-        """Start reading some experts, each given by its runs and the buffers of its slot."""
-        started = perf_counter()
-        share = max(1, ENOUGH // max(1, len(experts)))
+        """Start reading some experts, at least one, each given by its runs and the buffers of its
+        slot.
+        """
+        share = max(1, ENOUGH // len(experts))
         tasks = [
-            self._pool.submit(self._read, runs[i::share], buffers)
+            (runs[i::share], buffers)
             for runs, buffers in experts
             for i in range(min(share, len(runs)))
         ]
-        return Batch(started, tasks)
-
-    def _read(self, runs: Sequence[Run], buffers: Sequence[memoryview]) -> tuple[int, float]:
-        n_bytes = sum(
-            self._files[path].fill(begin, [buffers[number] for number in numbers])
-            for path, begin, numbers in runs
-        )
-        return n_bytes, perf_counter()
+        batch = Batch(len(tasks))
+        for runs, buffers in tasks:
+            self._tasks.put((batch, runs, buffers))
+        return batch
 
     def check(self) -> None:
         """MoetapError if a file is not the one that was opened, or was changed since."""
@@ -117,12 +147,33 @@ class Reader:
             file.check()
 
     def close(self) -> None:
-        """Close the files."""
-        if hasattr(self, "_pool"):
-            self._pool.shutdown()
-        for file in self._files.values():
-            os.close(file.fd)
-        self._files.clear()
+        """End the threads, after what they have to read, and close the files."""
+        self._end()
+
+
+def _work(tasks: SimpleQueue[_Task | None]) -> None:
+    """What a thread does until it gets None."""
+    while task := tasks.get():
+        batch, runs, buffers = task
+        n_bytes, failed = 0, None
+        try:
+            for file, begin, numbers in runs:
+                n_bytes += file.fill(begin, [buffers[number] for number in numbers])
+        except BaseException as error:
+            failed = error
+        batch.ended(n_bytes, failed)
+        del task, batch, runs, buffers  # or they would live until the next task
+
+
+def _end(tasks: SimpleQueue[_Task | None], threads: list[Thread], files: dict[Path, _File]) -> None:
+    for _ in threads:
+        tasks.put(None)
+    for thread in threads:
+        if thread is not current_thread():  # which may be collecting garbage
+            thread.join()
+    for file in files.values():
+        os.close(file.fd)
+    files.clear()
 
 
 class _File:
@@ -134,7 +185,7 @@ class _File:
             self.fd, self.method = os.open(path, os.O_RDONLY), "buffered"
         self._identity = _identity(os.fstat(self.fd))
         self.size = self._identity[2]
-        self._bounce = threading.local()
+        self._bounce = local()
 
     def check(self) -> None:
         try:
@@ -219,3 +270,10 @@ def _after(buffers: list[memoryview], n_bytes: int) -> list[memoryview]:
 
 def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+Run: TypeAlias = tuple[_File, int, tuple[int, ...]]
+"""Bytes of a file: the file, the first byte, and the numbers of the buffers that they go to, one
+after the other."""
+
+_Task: TypeAlias = tuple[Batch, Sequence[Run], Sequence[memoryview]]

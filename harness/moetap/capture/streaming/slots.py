@@ -29,10 +29,12 @@ class SlotTable:
 
         experts: distinct, ascending, at most n_slots.
         """
-        missing = [e for e in experts if e not in self.slot_of]
-        self._give_back(self._policy.request(experts))
+        slot_of, free = self.slot_of, self._free
+        missing = [e for e in experts if e not in slot_of]
+        for expert in self._policy.request(experts):
+            free.append(slot_of.pop(expert))
         for expert in missing:
-            self.slot_of[expert] = self._free.pop()
+            slot_of[expert] = free.pop()
         return missing
 
     def forget(self, experts: Sequence[int]) -> None:
@@ -51,4 +53,5 @@ class SlotTable:
         self._policy = policy
 
     def _give_back(self, experts: Iterable[int]) -> None:
-        self._free.extend(self.slot_of.pop(e) for e in experts)
+        for expert in experts:
+            self._free.append(self.slot_of.pop(expert))
