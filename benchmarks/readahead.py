@@ -66,7 +66,7 @@ import mmap
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, sleep
 
@@ -217,52 +217,66 @@ def _router_scores(trace: Trace, folder: str) -> list[np.ndarray]:
 
 class Staged:
     """An expert that is read ahead into memory of its own, in a few tasks, so that those not begun
-    can be called off.
+    can be called off. For the reader it is also the file that the expert's slot is filled from.
     """
 
     TASKS = 3
 
     def __init__(self, ahead: Ahead, layer: Layer, expert: int) -> None:
-        self._ahead, self._memory = ahead, ahead.memory()
-        self._parts, at = [], 0
-        for path, begin, numbers in layer._runs_of(expert):
-            n_bytes = sum(layer._parts[number].nbytes for number in numbers)
+        self._ahead, self._step, self._memory = ahead, ahead.step, ahead.memory()
+        self._parts: list[tuple] = []
+        self._over, at = False, 0
+        for file, begin, numbers in layer._runs[expert]:
+            n_bytes = sum(layer._arenas[number].slot_bytes for number in numbers)
             start, length = reads.enclosing(begin, n_bytes)
             view = memoryview(self._memory)[at : at + length]
-            self._parts.append((ahead.files[path], start, view, begin - start, n_bytes, numbers))
+            self._parts.append((file, start, view, begin - start, n_bytes, numbers))
             at += length
-        step, pool = ahead.step, ahead.pool
-        self.tasks: list[Future] = [
-            pool.submit(self._read, self._parts[i :: self.TASKS], step) for i in range(self.TASKS)
-        ]
+        self.runs = [(self, 0, tuple(n for part in self._parts for n in part[5]))]
+        self._batch = reads.Batch(self.TASKS)
+        for i in range(self.TASKS):
+            ahead.reader._tasks.put((self._batch, [(_Piece(self), i, ())], ()))
 
-    def _read(self, parts: list, step: int) -> None:
-        for file, start, view, skip, n_bytes, _ in parts:
+    def read(self, i: int) -> None:
+        """Task i, for a thread of the reader."""
+        if self._over:
+            return
+        for file, start, view, skip, n_bytes, _ in self._parts[i :: self.TASKS]:
             file._pread(start, [view], skip + n_bytes, reads.PAGE)
-            self._ahead.read.append((step, n_bytes))
+            self._ahead.read.append((self._step, n_bytes))
 
-    def copy(self, buffers: Sequence[memoryview]) -> tuple[int, float]:
-        """Into a slot, once it is there. For a thread of the pool, where its tasks are ahead."""
-        for task in self.tasks[: self.TASKS]:
-            task.result()
+    def fill(self, _begin: int, buffers: list[memoryview]) -> int:
+        """Into a slot, once it is there. For a thread of the reader, where its tasks are ahead."""
+        self._batch.wait()
+        left = iter(buffers)
         for _, _, view, at, _, numbers in self._parts:
-            for number in numbers:
-                buffer = buffers[number]
+            for buffer in itertools.islice(left, len(numbers)):
                 buffer[:] = view[at : at + len(buffer)]
                 at += len(buffer)
-        return 0, perf_counter()  # its bytes are counted where they are read
+        self._over = True
+        return 0  # its bytes are counted where they are read
 
     def drop(self) -> None:
         """It is not needed."""
-        for task in self.tasks:
-            task.cancel()
+        self._over = True
 
     def gone(self) -> bool:
         """Nothing uses its memory any more, which then goes back."""
-        if not all(task.done() for task in self.tasks):
+        if self._batch._left or not self._over:
             return False
         self._ahead.spare.append(self._memory)
         return True
+
+
+@dataclass
+class _Piece:
+    """A task of a `Staged`, in the form in which the reader takes it."""
+
+    staged: Staged
+
+    def fill(self, i: int, _buffers: list[memoryview]) -> int:
+        self.staged.read(i)
+        return 0
 
 
 class Ahead:
@@ -272,12 +286,12 @@ class Ahead:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.files, self.pool = engine.reader._files, engine.reader._pool
+        self.reader = engine.reader
         self.spare: list[mmap.mmap] = []
         self._used: list[Staged] = []
         self.start({})
         layer = engine.layers[0]
-        self._size = sum(p.nbytes + 2 * reads.PAGE for p in layer._parts)
+        self._size = sum(arena.slot_bytes + 2 * reads.PAGE for arena in layer._arenas)
         for layer in engine.layers:
             layer.__class__ = AheadLayer
             layer.ahead = self
@@ -324,17 +338,15 @@ class AheadLayer(Layer):
         missing = self.table.request(wanted)
         ahead.seen[ahead.step, self._number] = (wanted, missing, before)
         ahead.covered.append((ahead.step, len(staged)))
-        slots = {e: self._buffers[self.table.slot_of[e]] for e in missing}
-        batch = engine.reader.submit(
-            [(self._runs_of(e), slots[e]) for e in missing if e not in staged]
-        )
-        for expert, there in staged.items():
-            copying = ahead.pool.submit(there.copy, slots[expert])
-            there.tasks.append(copying)
-            batch._tasks.append(copying)
+        if not missing:
+            batch = None
+        else:
+            slot_of = self.table.slot_of
+            runs = {e: staged[e].runs if e in staged else self._runs[e] for e in missing}
+            batch = engine.reader.submit([(runs[e], self._buffers[slot_of[e]]) for e in missing])
         if self._number + 1 < len(engine.layers):
             ahead.stage(engine.layers[self._number + 1])
-        return missing, batch if missing else None
+        return missing, batch
 
 
 def plan_for(

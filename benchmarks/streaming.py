@@ -62,9 +62,11 @@ EXPERT_BYTES = 1_966_080
 MADE_LAYERS = 8
 
 
-def make_checkpoint(folder: Path, n_layers: int) -> None:
+def make_checkpoint(folder: Path, n_layers: int, skew: float) -> None:
     """One shard per layer and one for the rest, made a layer at a time. Layers from the ninth on
     are copies: random weights take a minute each.
+
+    skew: each router row is multiplied by exp(skew z), z normally distributed.
     """
     import mlx.core as mx
     import mlx.nn as nn
@@ -76,6 +78,9 @@ def make_checkpoint(folder: Path, n_layers: int) -> None:
     config["text_config"]["num_hidden_layers"] = made
     mx.random.seed(0)
     model = qwen3_5_moe.Model(qwen3_5_moe.ModelArgs.from_dict(config))
+    for layer in model.layers:
+        gate = layer.mlp.gate
+        gate.weight *= mx.exp(skew * mx.random.normal((gate.weight.shape[0], 1)))
     nn.quantize(model, 64, 4)
     groups: dict[str, dict[str, mx.array]] = {}
     for name, array in tree_flatten(model.parameters()):
@@ -245,6 +250,12 @@ def main() -> None:
     parser.add_argument("--slots", default="16,64,128")
     parser.add_argument("--prompt", type=int, default=64, help="prompt tokens")
     parser.add_argument("--tokens", type=int, default=60, help="generated tokens")
+    parser.add_argument(
+        "--skew",
+        type=float,
+        default=0.5,
+        help="how unevenly the routers select; 0.5 gives the hit rates of real models, 0 the worst",
+    )
     parser.add_argument("--no-resident", action="store_true", help="for models larger than memory")
     parser.add_argument(
         "--checkpoint", type=Path, help="keep the checkpoint in this folder, or use the one there"
@@ -263,8 +274,8 @@ def main() -> None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moetap-")))
         folder.mkdir(exist_ok=True)
         if not (folder / "config.json").exists():
-            where = [str(Path(__file__).parent), str(folder), str(args.layers)]
-            subprocess.run([sys.executable, "-c", _MAKE, *where], check=True)
+            what = [str(Path(__file__).parent), str(folder), str(args.layers), str(args.skew)]
+            subprocess.run([sys.executable, "-c", _MAKE, *what], check=True)
         size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
         print(f"{args.layers} layers, {size / 1e9:.2f} GB on disk")
         disk = probe(folder, EXPERT_BYTES, seconds=2.0)
@@ -299,7 +310,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from streaming import make_checkpoint
-make_checkpoint(Path(sys.argv[2]), int(sys.argv[3]))
+make_checkpoint(Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
 """
 
 
