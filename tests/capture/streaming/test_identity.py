@@ -10,13 +10,17 @@ chunk and one of several.
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
+from contextlib import suppress
 from functools import cache
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from families import FAMILIES
+from mlx_lm.models import qwen3_next
 from modeldir import make_model_dir
 
 from moetap.capture import _mlx
@@ -160,6 +164,64 @@ def test_the_late_reads_would_show(tmp_path, late_reads, monkeypatch):
         compare(folder, slots=(_mlx.open_model(str(folder)).info.max_top_k,))
 
 
+def test_an_interrupt_anywhere_leaves_nothing_half_read(tmp_path, late_reads, monkeypatch):
+    """The next stream is right, or refused."""
+    folder = make_model_dir(tmp_path / "m")
+    loaded = _mlx.load(str(folder))
+    prompt = arbitrary_tokens(loaded, 12)
+    right = run(loaded, prompt, 8, 2)
+    left = 0
+
+    def interrupted(real):
+        def call(*args):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+            out = real(*args)
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+            return out
+
+        return call
+
+    for owner, name in ((engine.mx, "eval"), (engine.mx, "async_eval"), (reads.Batch, "wait")):
+        monkeypatch.setattr(owner, name, interrupted(getattr(owner, name)))
+    refused, n = [], 0
+    while left <= 0:  # the run before was interrupted
+        n += 7
+        streamed = stream(_mlx.open_model(str(folder)), 6)
+        left = n
+        with suppress(KeyboardInterrupt):
+            run(streamed, prompt, 8, 2)
+        before, left = left, 0
+        try:
+            assert difference(right, run(streamed, prompt, 8, 2)) == "", n
+            refused.append(False)
+        except MoetapError as error:
+            assert "load the model again" in str(error)
+            refused.append(True)
+        streamed.engine.close()
+        left = before
+    assert not refused[-1] and 0 < sum(refused) < len(refused) - 1 > 10
+
+
+def test_a_block_may_call_its_shared_expert_first(tmp_path, late_reads, monkeypatch):
+    """As laguna and minimax_m3_vl do: its input then hangs on the reads of the layer before."""
+
+    def call(self, x):
+        shared = mx.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        gates = mx.softmax(self.gate(x), axis=-1, precise=True)
+        chosen = mx.argpartition(gates, kth=-self.top_k, axis=-1)[..., -self.top_k :]
+        scores = mx.take_along_axis(gates, chosen, axis=-1)
+        return (self.switch_mlp(x, chosen) * scores[..., None]).sum(axis=-2) + shared
+
+    monkeypatch.setattr(qwen3_next.Qwen3NextSparseMoeBlock, "__call__", call)
+    folder = make_model_dir(tmp_path / "m", "qwen3_next")
+    compare(folder, slots=(_mlx.open_model(str(folder)).info.max_top_k,))
+
+
 def test_shared_experts_are_computed_while_experts_are_read(tmp_path, late_reads, monkeypatch):
     launched = []
     real = mx.async_eval
@@ -196,6 +258,41 @@ def test_the_first_half_is_computed_while_the_second_is_read(tmp_path, monkeypat
     misses = streamed.engine.take(n_steps).misses
     assert misses.shape[0] == 13
     assert 0 < launched == ((misses > 0) & (misses <= 3)).sum() < misses.size
+
+
+def test_a_model_whose_files_were_closed_is_refused(tmp_path):
+    streamed = stream(_mlx.open_model(str(make_model_dir(tmp_path / "m"))), 5)
+    streamed.engine.close()
+    streamed.engine.close()
+    with pytest.raises(MoetapError, match="were closed; load the model again"):
+        run(streamed, [1, 2], 8, 2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_that_nobody_holds_is_gone(tmp_path, monkeypatch, fails):
+    """Also if a read failed, whose error refers to all that called it."""
+    real, n = reads._File.fill, 0
+
+    def fill(*args):
+        nonlocal n
+        n += 1
+        if fails and n > 40:
+            raise MoetapError("injected")
+        return real(*args)
+
+    monkeypatch.setattr(reads._File, "fill", fill)
+    streamed = stream(_mlx.open_model(str(make_model_dir(tmp_path / "m"))), 5)
+    threads = streamed.engine.reader._threads
+    parts = weakref.ref(streamed.model), weakref.ref(streamed.engine)
+    try:
+        run(streamed, arbitrary_tokens(streamed, 20), 8, 8)
+    except MoetapError:
+        assert fails
+    assert n > 40
+    del streamed
+    gc.collect()
+    assert [part() for part in parts] == [None, None]
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_decode_step_of_several_tokens_is_refused(tmp_path):

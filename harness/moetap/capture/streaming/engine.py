@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -53,6 +54,8 @@ class Engine:
         self.layers: list[Layer] = []
         self.meter = Meter(0)
         self._pending: _Pending | None = None
+        # Reads may be in flight that nobody will wait for, if an interrupt comes now.
+        self._torn = False
         self._prefill_left = 0
         self._prefill = True
         self._full_prefill = False
@@ -64,7 +67,10 @@ class Engine:
 
         Raises MoetapError if files or slots are not what they were.
         """
-        self.settle()  # a stream that was given up in the middle of a step may have left reads
+        # A stream that was given up in the middle of a step may have left reads. If one failed, its
+        # experts are forgotten, and this stream will say it if it fails again.
+        with suppress(MoetapError):
+            self.settle()
         self.check()
         if not self._prefill:
             for layer in self.layers:
@@ -81,6 +87,11 @@ class Engine:
 
     def check(self) -> None:
         """MoetapError if files or slots are not what they were."""
+        if self._torn:
+            raise MoetapError(
+                "interrupted while experts were read, so that slots may hold anything; load the "
+                "model again"
+            )
         self.reader.check()
         for layer in self.layers:
             layer.check()
@@ -90,9 +101,9 @@ class Engine:
 
         Until then nothing may evaluate what that layer put out.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            layer, missing, batch, eval_s = pending
+        if self._pending is not None:
+            layer, missing, batch, eval_s = self._pending
+            self._torn, self._pending = True, None
             done = layer._finish(missing, batch)
             self.meter.note(layer._number, eval_s, len(missing), done)
 
@@ -108,10 +119,10 @@ class Engine:
             )
         return found
 
-    @property
-    def reading(self) -> bool:
-        """Reads of a decode step are under way."""
-        return self._pending is not None and self._pending.batch is not None
+    def reads_for(self, layer: Layer) -> bool:
+        """Reads of `layer` in a decode step are under way, and of no other."""
+        pending = self._pending
+        return pending is not None and pending.layer is layer and pending.batch is not None
 
     def close(self) -> None:
         """Close the checkpoint's files."""
@@ -201,15 +212,15 @@ class Layer:
         self.table.clear(self._engine.policy.online(*self._shape))
 
     def overlap(self, module: nn.Module) -> None:
-        """Launch what `module` puts out at once while reads are under way; it must not depend on
-        the routed experts.
+        """Launch what `module` puts out at once while this layer's reads are under way; it must not
+        depend on the layer's routed experts. (It does on the layer's before, so where a block calls
+        it before the routed experts, it is left alone.)
         """
         original: Any = type(module)
-        engine = self._engine
 
         def call(_self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             out = original.__call__(module, *args, **kwargs)
-            if engine.reading:
+            if self._engine.reads_for(self):
                 mx.async_eval(out)
             return out
 
@@ -271,7 +282,7 @@ class Layer:
                 mx.async_eval(early)
         second.write(slots[first.size :])
         self._last = [out]
-        engine._pending = _Pending(self, missing, batch, eval_s)
+        engine._pending, engine._torn = _Pending(self, missing, batch, eval_s), False
         if self is engine.layers[-1]:
             engine.settle()  # whoever evaluates the model's output knows nothing of reads
         return out
@@ -340,6 +351,7 @@ class Layer:
         Nothing may be in flight that reads the slots of other experts, but for the half that was
         used last.
         """
+        self._engine._torn = True
         missing = self.table.request(wanted)
         if not missing:
             return missing, None
@@ -349,13 +361,14 @@ class Layer:
 
     def _finish(self, missing: list[int], batch: Batch | None) -> Done | None:
         """Wait for what `_submit` began. If a read fails, all its experts are missing."""
-        if batch is None:
-            return None
         try:
-            return batch.wait()
-        except BaseException:
+            done = batch.wait() if batch else None
+        except MoetapError:
             self.table.forget(missing)
+            self._engine._torn = False
             raise
+        self._engine._torn = False
+        return done
 
     def _slots_of(self, experts: list[int], shape: tuple[int, ...]) -> mx.array:
         """The slots of experts, as an array of that shape."""

@@ -82,14 +82,13 @@ class Reader:
         self._files: dict[Path, _File] = {}
         # Not a ThreadPoolExecutor, whose futures cost the caller four times as much.
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._threads = [
-            Thread(target=_work, args=(self._tasks,), name="moetap-read", daemon=True)
-            for _ in range(N_THREADS)
-        ]
+        self._threads: list[Thread] = []
         # Also at exit, or a read in flight would write into memory that is gone.
         self._end = weakref.finalize(self, _end, self._tasks, self._threads, self._files)
-        for thread in self._threads:
+        for _ in range(N_THREADS):
+            thread = Thread(target=_work, args=(self._tasks,), name="moetap-read", daemon=True)
             thread.start()
+            self._threads.append(thread)
         try:
             for path in paths:
                 self._files[path] = _File(path, cold)
@@ -142,7 +141,11 @@ class Reader:
         return batch
 
     def check(self) -> None:
-        """MoetapError if a file is not the one that was opened, or was changed since."""
+        """MoetapError if a file is not the one that was opened, or was changed since, or if the
+        reader is closed.
+        """
+        if not self._end.alive:
+            raise MoetapError("the checkpoint's files were closed; load the model again")
         for file in self._files.values():
             file.check()
 
@@ -162,15 +165,17 @@ def _work(tasks: SimpleQueue[_Task | None]) -> None:
         except BaseException as error:
             failed = error
         batch.ended(n_bytes, failed)
-        del task, batch, runs, buffers  # or they would live until the next task
+        # Or they would live until the next task; an error, with all that its traceback refers to.
+        del task, batch, runs, buffers, failed
 
 
 def _end(tasks: SimpleQueue[_Task | None], threads: list[Thread], files: dict[Path, _File]) -> None:
     for _ in threads:
         tasks.put(None)
+    if current_thread() in threads:
+        return  # it collects garbage, in the middle of a task
     for thread in threads:
-        if thread is not current_thread():  # which may be collecting garbage
-            thread.join()
+        thread.join()
     for file in files.values():
         os.close(file.fd)
     files.clear()
