@@ -264,6 +264,7 @@ def test_prompt_hash_covers_what_the_model_sees_and_nothing_else() -> None:
 def test_prompts_are_frozen() -> None:
     prompt = Prompt("a", "user", (), "", (USER,), ())
     with pytest.raises(FrozenInstanceError):
+        # mypy refuses it too.
         prompt.id = "b"  # type: ignore[misc]
 
 

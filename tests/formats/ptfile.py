@@ -23,6 +23,7 @@ def torch_file(content: dict[str, Any]) -> bytes:
 
     rebuild.__module__, rebuild.__qualname__ = "torch._utils", "_rebuild_tensor_v2"
     rebuild.__name__ = "_rebuild_tensor_v2"
+    # Modules made here have no attributes that mypy knows.
     torch.IntStorage, utils._rebuild_tensor_v2 = storage_type, rebuild  # type: ignore[attr-defined]
 
     class Storage:

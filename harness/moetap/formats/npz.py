@@ -247,6 +247,7 @@ def _foreign(
                 n_prompt=options.n_prompt or first + 1,
                 first_position=0 if options.n_prompt else first,
                 ids=ids[start:stop],
+                # mypy cannot infer a lambda with a bound default.
                 where=lambda row, layer, start=start: (  # type: ignore[misc]
                     f"{name}[{start + row}, {layer}]"
                 ),

@@ -220,6 +220,7 @@ def _read(path: Path, options: Options) -> Trace:
                 first_position=first,
                 ids=ids,
                 scores=scores if scored else None,
+                # mypy cannot infer a lambda with a bound default.
                 where=lambda r, m, place=place: f"line {place[r, m]}",  # type: ignore[misc]
             )
         )

@@ -88,6 +88,7 @@ class Sglang(Base):
                     ids=ids,
                     tokens=rows.tokens,
                     finish_reason=rows.finish_reason,
+                    # mypy cannot infer a lambda with a bound default.
                     where=lambda row, order, rows=rows: (  # type: ignore[misc]
                         f"{rows.where(row, order)}, layer {layers[order]}"
                     ),

@@ -131,6 +131,7 @@ class Streamlx(Base):
                         n_prompt=options.n_prompt or first + stop - start,
                         first_position=first,
                         ids=ids[start:stop],
+                        # mypy cannot infer a lambda with a bound default.
                         where=lambda row, layer, start=start: (  # type: ignore[misc]
                             f"experts[{start + row}, {layer}]"
                         ),

@@ -181,6 +181,7 @@ def _choices(file: Path, answer: dict[str, Any], start: int) -> list[Rows]:
                 ids=ids,
                 tokens=tokens,
                 finish_reason=str(choice.get("finish_reason") or ""),
+                # mypy cannot infer a lambda with a bound default.
                 where=lambda row, layer, what=what: f"{what}, row {row}",  # type: ignore[misc]
             )
         )

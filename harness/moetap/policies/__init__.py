@@ -273,6 +273,7 @@ def get(spec: str) -> Policy:
     if not colon:
         return kind()
     try:
+        # Not every policy takes a number; TypeError says so.
         return kind(int(option))  # type: ignore[call-arg]
     except (TypeError, ValueError):
         raise UsageError(f"policy {spec!r}: {name} takes no such number") from None

@@ -70,9 +70,11 @@ class Sink(io.RawIOBase):
         return self._file.tell()
 
     def readinto(self, buffer: object, /) -> int | None:
+        # Python has no type for buffers before 3.12.
         return self._file.readinto(buffer)  # type: ignore[arg-type]
 
     def write(self, data: object, /) -> int:
+        # As in readinto.
         rest = memoryview(data)  # type: ignore[arg-type]
         size = rest.nbytes
         if self.error is None:

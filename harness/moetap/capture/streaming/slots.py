@@ -29,12 +29,10 @@ class SlotTable:
 
         experts: distinct, ascending, at most n_slots.
         """
-        slot_of, free = self.slot_of, self._free
-        missing = [e for e in experts if e not in slot_of]
-        for expert in self._policy.request(experts):
-            free.append(slot_of.pop(expert))
+        missing = [e for e in experts if e not in self.slot_of]
+        self._give_back(self._policy.request(experts))
         for expert in missing:
-            slot_of[expert] = free.pop()
+            self.slot_of[expert] = self._free.pop()
         return missing
 
     def forget(self, experts: Sequence[int]) -> None:
